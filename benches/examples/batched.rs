@@ -1,7 +1,7 @@
 //! Where the time of a step of many sequences goes:
-//! `batched [--weights HOW] [SIZE[/LAYERS] [SEQUENCES[@FROM-TO][:plain] …]]`, such as `batched 8B 64 256@32-1200`. Each
-//! sequence has 1,040 tokens, or they have from so many to so many, in no order. Full pages are packed, or stay
-//! `plain`.
+//! `batched [--weights HOW] [SIZE[/LAYERS] [SEQUENCES[xROWS][@FROM-TO][:plain] …]]`, such as
+//! `batched 8B 64 4x4 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order;
+//! and a row, or so many. Full pages are packed, or stay `plain`. Up to 16 rows the decode kernel is timed too.
 //!
 //! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best
 //! tokens with them; then a step that finds these is timed, and its phases: each from when the last block was done with
@@ -15,6 +15,7 @@ use gpu_kernels::batch::{self, Put};
 use gpu_kernels::batched::PhaseKind;
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::sample::rank;
+use gpu_kernels::step::MAX_DECODE_ROWS;
 use half::bf16;
 use host::device::Device;
 use host::forward::{Capacity, Forward, Row, RowOutput};
@@ -26,6 +27,8 @@ const CONTEXT: usize = 1040;
 struct Case {
     name: String,
     contexts: Vec<usize>,
+    /// Rows of each.
+    rows: usize,
     packs: bool,
 }
 
@@ -33,29 +36,39 @@ impl Case {
     fn new(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
         let (sequences, packs) = name.strip_suffix(":plain").map_or((name, true), |sequences| (sequences, false));
         let parsed = || {
-            let Some((count, range)) = sequences.split_once('@') else {
-                return Some((sequences.parse().ok()?, CONTEXT, CONTEXT));
+            let (counts, [from, to]) = match sequences.split_once('@') {
+                None => (sequences, [CONTEXT, CONTEXT]),
+                Some((counts, range)) => {
+                    let (from, to) = range.split_once('-')?;
+                    (counts, [from.parse().ok()?, to.parse().ok()?])
+                }
             };
-            let (from, to) = range.split_once('-')?;
-            Some((count.parse().ok()?, from.parse().ok()?, to.parse().ok()?))
+            let (count, rows) = counts.split_once('x').unwrap_or((counts, "1"));
+            let (count, rows): (usize, usize) = (count.parse().ok()?, rows.parse().ok()?);
+            (count > 0 && rows > 0 && rows <= from && from <= to).then_some((count, rows, from, to))
         };
-        let (count, from, to) =
-            parsed().filter(|&(count, from, to)| count > 0 && from > 0 && from <= to).ok_or_else(|| {
-                format!("{name} is no number of sequences; give one, such as 64, or 64@32-1200 with tokens from and to")
-            })?;
+        let (count, rows, from, to) = parsed().ok_or_else(|| {
+            format!(
+                "{name} is no number of sequences; give one, such as 64, 4x4 of four rows each, or 64@32-1200 with \
+                 tokens from and to"
+            )
+        })?;
         let mut contexts: Vec<usize> = (0..count).map(|i| from + (to - from) * i / count).collect();
         shuffle(&mut contexts, 3);
-        Ok(Self { name: name.into(), contexts, packs })
+        Ok(Self { name: name.into(), contexts, rows, packs })
     }
 
-    /// The newest token of each sequence, drawn at random.
+    /// The newest tokens of each sequence, drawn at random.
     fn rows(&self, config: &Config) -> Vec<Row> {
-        let row = |((sequence, &tokens), random): ((u32, &usize), u64)| Row {
+        let places = (0..).zip(&self.contexts).flat_map(|(sequence, &tokens)| {
+            (tokens - self.rows..tokens).map(move |position| (sequence, position as u32))
+        });
+        let row = |((sequence, position), random): ((u32, u32), u64)| Row {
             token: random as u32 % config.vocab_size as u32,
-            position: tokens as u32 - 1,
+            position,
             sequence,
         };
-        (0..).zip(&self.contexts).zip(random(self.contexts.len(), 2)).map(row).collect()
+        places.zip(random(self.contexts.len() * self.rows, 2)).map(row).collect()
     }
 }
 
@@ -74,9 +87,10 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
 }
 
 /// Packs all full pages that no row writes to, of sequences that have equal parts of `tables`.
-fn pack(device: &Device, forward: &Forward, contexts: &[usize], tables: &[u32]) -> Result<(), host::Error> {
+fn pack(device: &Device, forward: &Forward, case: &Case, tables: &[u32]) -> Result<(), host::Error> {
+    let &Case { ref contexts, rows, .. } = case;
     let of_sequences = contexts.iter().zip(tables.chunks(tables.len() / contexts.len()));
-    let full = |(tokens, pages): (&usize, &[u32])| pages[..(tokens - 1) / PAGE_TOKENS as usize].to_vec();
+    let full = |(tokens, pages): (&usize, &[u32])| pages[..(tokens - rows) / PAGE_TOKENS as usize].to_vec();
     let full: Vec<u32> = of_sequences.flat_map(full).collect();
     // A grid has a block at least.
     if full.is_empty() {
@@ -105,7 +119,8 @@ fn step(
     let sequences = case.contexts.len();
     let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
     let stride = context.div_ceil(PAGE_TOKENS as usize);
-    let room = Capacity::batch(context, sequences, sequences * stride, sequences);
+    let rows = sequences * case.rows;
+    let room = Capacity::batch(context, sequences, sequences * stride, rows);
     let mut forward = Forward::with_room(device, &config, arguments.weights(&config, device)?, room)?;
     let pattern: Vec<bf16> =
         random(1 << 20, 5).iter().map(|&r| bf16::from_f32(r as f32 / (1u64 << 30) as f32 - 1.0)).collect();
@@ -116,7 +131,7 @@ fn step(
     let listed = forward.list_rows(&case.rows(&config))?;
     let logits = |forward: &Forward| -> Result<Vec<f32>, host::Error> {
         forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
-        let mut out = vec![0.0; sequences * config.vocab_size];
+        let mut out = vec![0.0; rows * config.vocab_size];
         forward.logits().read(0, &mut out)?;
         Ok(out)
     };
@@ -124,8 +139,21 @@ fn step(
     if !(forward.prepare_decode()? && forward.prepare_batched()?) {
         return Err("this card cannot stream".into());
     }
+    let timer = device.timer()?;
+    if rows <= MAX_DECODE_ROWS as usize {
+        let mut time = f64::MAX;
+        for _ in 0..4 {
+            let steps = || (0..8).try_for_each(|_| forward.enqueue_sequences(&listed, RowOutput::Best).map(drop));
+            time = time.min(timer.time(steps)? / 8.0);
+        }
+        forward.enqueue_sequences(&listed, RowOutput::LogitsFrom(0))?;
+        let mut few = vec![0.0; rows * config.vocab_size];
+        forward.logits().read(0, &mut few)?;
+        let differ = few.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        println!("{size}, {} sequences by the decode kernel: {time:.3} ms; {differ} logits differ", case.name);
+    }
     if case.packs {
-        pack(device, &forward, &case.contexts, &tables)?;
+        pack(device, &forward, case, &tables)?;
     }
     forward.use_gemm_from(1);
     let by_gemm = logits(&forward)?;
@@ -139,11 +167,10 @@ fn step(
     // What is timed finds the best tokens, as a greedy batch does.
     let greedy = |forward: &Forward| forward.enqueue_listed(&listed, RowOutput::Best).map(drop);
     greedy(&forward)?;
-    let wrong = (forward.best_tokens(sequences)?.into_iter())
+    let wrong = (forward.best_tokens(rows)?.into_iter())
         .zip(wide.chunks(config.vocab_size))
         .filter(|(best, row)| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max() != Some(*best))
         .count();
-    let timer = device.timer()?;
     let mut times = [f64::MAX; 2];
     for _ in 0..4 {
         for (time, from) in times.iter_mut().zip([u32::MAX, 1]) {

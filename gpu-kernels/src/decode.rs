@@ -65,7 +65,7 @@ const WARPS: u32 = 8;
 const CHAIN: u8 = 0;
 /// Of one sequence, and perhaps a [tree](crate::tree).
 const TREE: u8 = 1;
-/// Each of a sequence of its own.
+/// Of several sequences: those of one lie together, one behind the other.
 const SEQUENCES: u8 = 2;
 const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
 /// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention.
@@ -79,7 +79,7 @@ const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 /// What falls to the block in attention.
 const UNITS: u32 = ARRIVALS + 8;
-/// The words of the rows' paths; of several sequences, the rows' positions.
+/// The words of the rows' paths; of several sequences, each row's position, and where the rows of its sequence end.
 const PATHS: u32 = UNITS + 32;
 
 /// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the
@@ -88,7 +88,7 @@ const PATHS: u32 = UNITS + 32;
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
     /// The rows, at most 8 or 16: of one sequence, at consecutive positions, or of [`decode_tree`] a
-    /// [tree](crate::tree), or of [`decode_16_sequences`] each of another sequence; and what else every whole step has.
+    /// [tree](crate::tree), or of [`decode_16_sequences`] of several sequences; and what else every whole step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.

@@ -197,7 +197,7 @@ impl Decode {
         unsafe { self.counters.ptr().at(DecodeStep::BEST).cast() }
     }
 
-    /// Enqueues a step of at most so many rows, or of just so many if each is of a sequence of its own; `step` holds
+    /// Enqueues a step of at most so many rows, or of just so many if they are of several sequences; `step` holds
     /// all but what is its own.
     ///
     /// # Safety

@@ -142,29 +142,20 @@ pub struct Pass {
 pub enum RowsOf {
     /// Of one sequence: they follow each other.
     OneSequence,
-    /// Each of a sequence of its own.
+    /// Of several sequences: those of one lie together, and follow each other.
     Sequences,
-    /// Of any sequences, some of them several.
-    Any,
 }
 
 impl RowsOf {
     /// What rows of these sequences are to each other; those of one lie together, and follow each other.
     pub fn of(sequences: &[u32]) -> Self {
-        let mut pairs = sequences.windows(2);
-        if pairs.clone().all(|two| two[0] == two[1]) {
-            Self::OneSequence
-        } else if pairs.all(|two| two[0] != two[1]) {
-            Self::Sequences
-        } else {
-            Self::Any
-        }
+        if sequences.windows(2).all(|two| two[0] == two[1]) { Self::OneSequence } else { Self::Sequences }
     }
 }
 
 /// Whether the decode kernel takes a pass of up to `most_rows` rows.
-pub fn is_for_few(most_rows: u32, rows: RowsOf) -> bool {
-    rows != RowsOf::Any && most_rows <= MAX_DECODE_ROWS
+pub fn is_for_few(most_rows: u32) -> bool {
+    most_rows <= MAX_DECODE_ROWS
 }
 
 impl Forward {
@@ -629,8 +620,8 @@ impl Forward {
     /// otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same. Returns what that does.
     ///
     /// # Safety
-    /// As [`enqueue_rows`](Self::enqueue_rows); and they are to each other what is said. If each is of a sequence of
-    /// its own, there are just so many as the pass has at most.
+    /// As [`enqueue_rows`](Self::enqueue_rows); and they are to each other what is said. If they are of several
+    /// sequences, there are just so many as the pass has at most.
     ///
     /// # Errors
     /// A refused launch.
@@ -638,7 +629,7 @@ impl Forward {
     /// # Panics
     /// As [`enqueue_rows`](Self::enqueue_rows).
     pub unsafe fn enqueue_quickest(&mut self, pass: &Pass, rows: RowsOf) -> Result<Option<Global<u64>>, Error> {
-        if is_for_few(pass.most_rows, rows) {
+        if is_for_few(pass.most_rows) {
             self.check_room(pass.most_rows as usize, pass.end as usize);
             if let Some(decode) = self.decode.as_mut() {
                 decode.begin()?;

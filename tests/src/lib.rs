@@ -11,6 +11,7 @@ pub mod eagle;
 
 mod shallow;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use model::WeightsMode;
@@ -302,10 +303,9 @@ pub fn decode_unfused_and_batched(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of one row of each of many sequences, `[sequences, vocab]`: by the launches, by the kernels for many
-/// sequences, and by those with products as launches; and by the decode kernel, where they are so few, or the second
-/// again. `positions` are the rows', each in a sequence of its own, whose
-/// keys and values before are made up.
+/// The logits of rows of many sequences, `[rows, vocab]`: by the launches, by the kernels for many sequences, and by
+/// those with products as launches; and by the decode kernel, where they are so few, or the second again. `positions`
+/// are those of each sequence's rows; keys and values before them are made up.
 ///
 /// # Panics
 /// If anything fails, or the device has no such kernels.
@@ -313,16 +313,17 @@ pub fn unfused_and_batched(
     device: &host::device::Device,
     config: &model::Config,
     weights: host::weights::DeviceWeights,
-    positions: &[u32],
+    positions: &[Range<u32>],
 ) -> [Vec<f32>; 4] {
     use gpu_kernels::step::MAX_DECODE_ROWS;
     use host::forward::{Capacity, Forward, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 4], host::Error> {
         let (sequences, in_e4m3) = (positions.len(), weights.e4m3.is_some());
-        let context = positions.iter().max().map_or(0, |last| *last as usize) + 1;
+        let count = positions.iter().map(Range::len).sum::<usize>();
+        let context = positions.iter().map(|positions| positions.end as usize).max().unwrap_or(0);
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
-        let room = Capacity::batch(context, sequences, sequences * stride, sequences.max(65));
+        let room = Capacity::batch(context, sequences, sequences * stride, count.max(65));
         let mut forward = Forward::with_room(device, config, weights, room)?;
         let pattern: Vec<half::bf16> =
             (0..1 << 12).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect();
@@ -330,14 +331,14 @@ pub fn unfused_and_batched(
         // Every sequence has pages of its own, far from each other.
         let page = |i: u32| i % stride as u32 * sequences as u32 + i / stride as u32;
         forward.set_page_tables(&(0..room.pages as u32).map(page).collect::<Vec<_>>())?;
-        let row = |(sequence, &position): (u32, &u32)| {
-            let token = sequence * 7919 % config.vocab_size as u32;
-            Row { token, position, sequence }
+        let rows = |(sequence, positions): (u32, &Range<u32>)| {
+            let token = move |i: u32| (sequence + i * 31) * 7919 % config.vocab_size as u32;
+            positions.clone().zip(0..).map(move |(position, i)| Row { token: token(i), position, sequence })
         };
-        let listed = forward.list_rows(&(0..).zip(positions).map(row).collect::<Vec<_>>())?;
+        let listed = forward.list_rows(&(0..).zip(positions).flat_map(rows).collect::<Vec<_>>())?;
         let logits = |forward: &Forward| {
             forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
-            let mut out = vec![0.0; sequences * config.vocab_size];
+            let mut out = vec![0.0; count * config.vocab_size];
             forward.logits().read(0, &mut out).map(|()| out)
         };
         let launched = logits(&forward)?;
@@ -345,22 +346,21 @@ pub fn unfused_and_batched(
         let wide = logits(&forward)?;
         forward.use_gemm_from(1);
         let by_gemm = logits(&forward)?;
-        let mut listed_rows: Vec<_> = (0..).zip(positions).map(row).collect();
-        listed_rows.reverse();
+        let listed_rows: Vec<_> = (0..sequences as u32).zip(positions).rev().flat_map(rows).collect();
         let reversed = forward.list_rows(&listed_rows)?;
         if in_e4m3 {
             // Whose head is a launch of its own; what the rows before had found counts no more.
             for rows in [&reversed, &listed] {
                 forward.enqueue_listed(rows, RowOutput::Best)?;
             }
-            for (found, logits) in forward.best_tokens(sequences)?.into_iter().zip(by_gemm.chunks(config.vocab_size)) {
+            for (found, logits) in forward.best_tokens(count)?.into_iter().zip(by_gemm.chunks(config.vocab_size)) {
                 let ranks = logits.iter().zip(0..).map(|(&logit, token)| gpu_kernels::sample::rank(logit, token));
                 assert_eq!(Some(found), ranks.max());
             }
         }
         // Twice: what one step leaves is read by the next.
         let mut few = wide.clone();
-        if sequences <= MAX_DECODE_ROWS as usize {
+        if count <= MAX_DECODE_ROWS as usize {
             for _ in 0..2 {
                 // Other logits lie there until then.
                 forward.enqueue_listed(&reversed, RowOutput::LogitsFrom(0))?;

@@ -1,6 +1,8 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by
 //! lane, checked for races and stray accesses on the way.
 
+use std::ops::Range;
+
 use host::device::DeviceOptions;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
@@ -119,19 +121,25 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     for (i, (sequences, code, beside)) in plain.into_iter().chain(coded).enumerate() {
         let has_bias = i % 2 == 1;
         let config = Config { traits: Traits { head_norm: !has_bias, qkv_bias: has_bias }, ..config.clone() };
-        let positions: Vec<u32> = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 }).collect();
+        let positions = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 });
         let options = DeviceOptions { plain_beside: Some(beside), ..DeviceOptions::default() };
         let device = host::device::Device::emulator_with(u64::from(sequences), &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
-        let [launched, wide, by_gemm, _] = unfused_and_batched(&device, &config, weights, &positions);
+        let [launched, wide, by_gemm, _] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
         assert!(launched.iter().all(|logit| logit.is_finite()));
         assert!(wide == launched, "{sequences} sequences, {code:?}");
         assert!(by_gemm == launched, "{sequences} sequences, {code:?}, products as launches");
     }
 }
 
-/// The decode kernel's attention takes each row's own pages: heads that share keys and values are a tile of few pairs,
-/// or of many; contexts have one split, or several; and weights are in every format.
+/// A row of each sequence.
+fn one_row_at(positions: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
+    positions.into_iter().map(|position| position..position + 1).collect()
+}
+
+/// The decode kernel's attention takes each sequence's own pages: of one row or of several, which may lie in two splits;
+/// heads that share keys and values are tiles of few pairs, or of many; contexts have one split, or several; and weights
+/// are in every format.
 #[test]
 fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
     let config = Config {
@@ -144,12 +152,16 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
     };
     let lossless = |lossless| DeviceOptions { lossless: Some(lossless), ..DeviceOptions::default() };
     for (positions, (q_heads, kv_heads), code, options) in [
-        (vec![3, 300], (2, 1), None, lossless(false)),
-        (vec![255, 256, 0, 64, 63, 513, 700, 5], (8, 1), None, lossless(true)),
-        ((0..16).map(|i| i * 53 % 310).collect(), (4, 2), None, lossless(false)),
-        ((0..9).map(|i| i * 71 % 290).collect(), (2, 1), None, lossless(true)),
-        (vec![270, 1, 90], (2, 1), Some(Code::E4m3), DeviceOptions::default()),
-        (vec![1, 270, 90, 127, 128], (4, 1), Some(Code::Int4), DeviceOptions::default()),
+        (one_row_at([3, 300]), (2, 1), None, lossless(false)),
+        (one_row_at([255, 256, 0, 64, 63, 513, 700, 5]), (8, 1), None, lossless(true)),
+        (one_row_at((0..16).map(|i| i * 53 % 310)), (4, 2), None, lossless(false)),
+        (one_row_at((0..9).map(|i| i * 71 % 290)), (2, 1), None, lossless(true)),
+        (one_row_at([270, 1, 90]), (2, 1), Some(Code::E4m3), DeviceOptions::default()),
+        (one_row_at([1, 270, 90, 127, 128]), (4, 1), Some(Code::Int4), DeviceOptions::default()),
+        (vec![252..260, 3..4, 0..7], (4, 1), None, lossless(false)),
+        (vec![0..1, 511..514, 254..257, 60..61], (8, 1), None, lossless(false)),
+        (vec![100..105, 258..261], (2, 1), Some(Code::Int4), DeviceOptions::default()),
+        (vec![7..8, 250..259, 30..36], (4, 2), Some(Code::E4m3), DeviceOptions::default()),
     ] {
         let config = Config { num_attention_heads: q_heads, num_key_value_heads: kv_heads, ..config.clone() };
         let device = host::device::Device::emulator_with(positions.len() as u64, &options);

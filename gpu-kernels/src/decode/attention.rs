@@ -7,7 +7,7 @@ use cuda_std::{bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::producer::{Share, Units};
-use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS};
+use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, TileWeights, WARP_KEYS,
     WarpAttention, add_values, combine_head, eight_values, key_of, reduce_few, score_tiles, value_of, values_from,
@@ -118,6 +118,13 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         }
     }
 
+    /// One beyond the last row of a share's sequence.
+    #[inline(always)]
+    pub unsafe fn end_of(&self, share: &Share) -> u32 {
+        // SAFETY: the share's rows are there.
+        if ROWS == SEQUENCES { unsafe { sequences::end(share.first_row) } } else { self.count }
+    }
+
     /// Tiles of pairs against up to four pages of a key-value head.
     #[inline(always)]
     unsafe fn share<const VECTORS: usize, const ONE: bool>(
@@ -132,7 +139,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         // SAFETY: the caller's word.
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-            let &Share { kv_head, split, pages, ref tiles } = share;
+            let &Share { kv_head, split, pages, ref tiles, .. } = share;
             let mut tile = tiles.start;
             while tile < tiles.end {
                 if (tile - tiles.start).is_multiple_of(TILES) {
@@ -148,13 +155,12 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                         batch
                     };
                     // Of this step's keys those of this split, up to where the tiles' rows end.
-                    let own = if ROWS == SEQUENCES {
-                        tile..if self.slot(tile) / SPLIT == split { tile + 1 } else { tile }
-                    } else if tile == tiles.start {
-                        let first_position = self.first_position();
-                        let end = (split * SPLIT + SPLIT).min(Units::last() + 1).saturating_sub(first_position);
-                        let start = (split * SPLIT).max(first_position) - first_position;
-                        start..end.min(tiles.end * tile_rows).max(start)
+                    let own = if tile == tiles.start {
+                        let (first, count) = (self.slot(share.first_row), self.end_of(share) - share.first_row);
+                        let end = (split * SPLIT + SPLIT).min(first + count).saturating_sub(first);
+                        let start = (split * SPLIT).max(first) - first;
+                        let reached = (tiles.end - share.first_tile) * tile_rows;
+                        share.first_row + start..share.first_row + end.min(reached).max(start)
                     } else {
                         0..0
                     };
@@ -170,8 +176,8 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     }
                 }
                 let tile_at = |tile: u32| {
-                    let first_row = tile * tile_rows;
-                    let pairs = tile_rows.min(self.count - first_row) * group.value;
+                    let first_row = share.first_row + (tile - share.first_tile) * tile_rows;
+                    let pairs = tile_rows.min(self.end_of(share) - first_row) * group.value;
                     Tile { kv_head, split, group, first_row, pairs, lane, warp_id }
                 };
                 let (here, first) = (tile_at(tile), tile);

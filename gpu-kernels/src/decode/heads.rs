@@ -87,15 +87,16 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let keys = own.end - own.start;
             let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
             let all = keys + pairs;
+            let end = self.end_of(share);
             // The keys, then each tile's pairs: row, head, and whether there is one.
             let vector_of = |i: u32| {
                 if i < keys {
                     (own.start + i, p.work.q_heads + share.kv_head, true)
                 } else {
                     let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
-                    let (row, head) = group.divide(pair);
-                    let valid = row < tile_rows && tile * tile_rows + row < self.count;
-                    (tile * tile_rows + row, share.kv_head * group.value + head, valid && i < all)
+                    let (of_tile, head) = group.divide(pair);
+                    let row = share.first_row + (tile - share.first_tile) * tile_rows + of_tile;
+                    (row, share.kv_head * group.value + head, of_tile < tile_rows && row < end && i < all)
                 }
             };
             // Of values a lane takes four dimensions.

@@ -36,7 +36,12 @@ pub struct Share {
     pub split: u32,
     /// Pages of the split.
     pub pages: u32,
+    /// Numbers of its tiles among all of the step.
     pub tiles: Range<u32>,
+    /// The first row of its sequence.
+    pub first_row: u32,
+    /// The number of that row's tile.
+    pub first_tile: u32,
 }
 
 impl Units {
@@ -69,18 +74,27 @@ impl Units {
         Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
     }
 
-    /// Those of this block when the step has `count` rows of as many sequences, the furthest at the position `last`,
+    /// Those of this block when the step has `count` rows of several sequences, the furthest at the position `last`,
     /// which are [in place](sequences::bring).
     #[inline(always)]
     pub unsafe fn of_sequences(p: &DecodeStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        // SAFETY: a grid has blocks; the caller's word.
-        let all = unsafe {
-            cuda_std::assume(grid > 0);
-            sequences::units(count, p.work.kv_heads)
-        };
-        let (group, next, end) = (Divisor::new(p.work.group()), block * all / grid, (block + 1) * all / grid);
-        Self { group, tile_rows: 1, splits: 0, tiles: 0, next, end, last }
+        // SAFETY: a grid has blocks.
+        unsafe { cuda_std::assume(grid > 0) };
+        let group = Divisor::new(p.work.group());
+        // SAFETY: the caller's word.
+        let units = |tile_rows: u32| unsafe { sequences::units(count, p.work.kv_heads, tile_rows) };
+        let mut tile_rows = group.divide(PAIRS).0;
+        let mut all = units(tile_rows);
+        // As for one sequence; and where no tile has two rows, they are tiles of one.
+        while tile_rows > 1 {
+            let more = units(tile_rows / 2);
+            if more > grid && more > all {
+                break;
+            }
+            (tile_rows, all) = (tile_rows / 2, more);
+        }
+        Self { group, tile_rows, splits: 0, tiles: 0, next: block * all / grid, end: (block + 1) * all / grid, last }
     }
 
     /// Leaves them where [`load`](Self::load) finds them.
@@ -125,13 +139,14 @@ impl Units {
     #[inline(always)]
     pub fn take<const ROWS: u8>(&mut self, kv_heads: u32) -> Option<Share> {
         if ROWS == SEQUENCES {
-            let number = self.next;
+            let (number, most) = (self.next, self.end - self.next);
             if self.is_empty() {
                 return None;
             }
-            self.next += 1;
             // SAFETY: the step has that unit.
-            return Some(unsafe { sequences::unit(number, kv_heads) });
+            let share = unsafe { sequences::share(number, most, kv_heads, self.tile_rows) };
+            self.next += share.tiles.end - share.tiles.start;
+            return Some(share);
         }
         // Divisions take time that a step of one row feels.
         let divide = |n: u32, by: u32| {
@@ -149,7 +164,7 @@ impl Units {
             let (kv_head, split) = divide(item, self.splits);
             if ROWS != TREE || split * SPLIT <= self.last {
                 let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
-                return Some(Share { kv_head, split, pages, tiles: tile..end });
+                return Some(Share { kv_head, split, pages, tiles: tile..end, first_row: 0, first_tile: 0 });
             }
         }
         None
@@ -285,8 +300,8 @@ unsafe fn produce_cache<const ROWS: u8>(p: &DecodeStep, ring: &mut Ring, layer: 
         let sequence_of = |row: u32| p.work.rows.sequences.load(row as usize);
         let of_all = sequence_of(0);
         let mut filled = 0;
-        while let Some(Share { kv_head, split, pages, tiles }) = units.take::<ROWS>(p.work.kv_heads) {
-            let sequence = if ROWS == SEQUENCES { sequence_of(tiles.start) } else { of_all };
+        while let Some(Share { kv_head, split, pages, first_row, .. }) = units.take::<ROWS>(p.work.kv_heads) {
+            let sequence = if ROWS == SEQUENCES { sequence_of(first_row) } else { of_all };
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;

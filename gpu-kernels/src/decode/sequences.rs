@@ -1,7 +1,8 @@
-//! Attention of a step whose rows are of several sequences, one row each.
+//! Attention of a step whose rows are of several sequences: those of one lie together, and follow each other.
 //!
-//! A tile of pairs is a row, and a unit is a split of one key-value head of the row's own sequence. Units are dealt by
-//! row, then key-value head, then split, so that a block has consecutive splits.
+//! A unit is a tile of a sequence's rows against a split of one key-value head of that sequence. Units are dealt by
+//! sequence, then key-value head, then split, then tile, so that a block's consecutive units share keys and values, or
+//! come from consecutive splits.
 
 use cuda_std::{shared, thread, warp};
 
@@ -11,16 +12,24 @@ use crate::attention::SPLIT;
 use crate::kv::PAGE_TOKENS;
 use crate::step::MAX_DECODE_ROWS;
 
-/// Brings the rows' positions into shared memory, by the lanes of a warp; and gives the last of them.
+/// Brings each row's position, and where the rows of its sequence end, into shared memory, by the lanes of a warp; and
+/// gives the last position.
 #[inline(always)]
 pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
     // SAFETY: the caller's word.
     unsafe {
         let row = thread::lane_id();
-        let mut last = 0;
+        let (mut last, mut sequence) = (0, 0);
         if row < count {
             last = p.work.rows.positions.load(row as usize);
-            shared::dynamic::<u32>(PATHS).store(row as usize, last);
+            sequence = p.work.rows.sequences.load(row as usize);
+        }
+        let before = warp::shuffle_up(sequence, 1);
+        let begins = warp::ballot(row == 0 || row >= count || sequence != before);
+        if row < count {
+            // There are more lanes than rows, and the first of those that have none begins something.
+            let end = row + 1 + (begins >> (row + 1)).trailing_zeros();
+            shared::dynamic::<[u32; 2]>(PATHS).store(row as usize, [last, end]);
         }
         unroll!(M < 4; {
             last = last.max(warp::shuffle_xor(last, (MAX_DECODE_ROWS / 2) >> M));
@@ -34,35 +43,46 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
 #[inline(always)]
 pub unsafe fn position(row: u32) -> u32 {
     // SAFETY: written before the roles parted.
-    unsafe { shared::dynamic::<u32>(PATHS).load(row as usize) }
+    unsafe { shared::dynamic::<[u32; 2]>(PATHS).load(row as usize)[0] }
 }
 
-/// Units of the first `rows` rows, of so many key-value heads.
+/// The end of the rows of a row's sequence.
 #[inline(always)]
-pub unsafe fn units(rows: u32, kv_heads: u32) -> u32 {
-    let (mut all, mut row) = (0, 0);
-    while row < rows {
+pub unsafe fn end(row: u32) -> u32 {
+    // SAFETY: as above.
+    unsafe { shared::dynamic::<[u32; 2]>(PATHS).load(row as usize)[1] }
+}
+
+/// Units of the first `rows` rows, of so many key-value heads, where a tile has at most so many rows.
+#[inline(always)]
+pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
+    let (mut all, mut first) = (0, 0);
+    while first < rows {
         // SAFETY: the caller's word.
-        all += unsafe { position(row) } / SPLIT + 1;
-        row += 1;
+        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
+        all += (last / SPLIT + 1) * (end - first).div_ceil(tile_rows);
+        first = end;
     }
     all * kv_heads
 }
 
-/// The unit with this number, of a step that has it.
+/// The unit with this number, and those behind it up to `most` in all that share its keys and values, of a step that
+/// has it.
 #[inline(always)]
-pub unsafe fn unit(mut number: u32, kv_heads: u32) -> Share {
-    let mut row = 0;
+pub unsafe fn share(mut number: u32, most: u32, kv_heads: u32, tile_rows: u32) -> Share {
+    let (mut first, mut first_tile) = (0, 0);
     loop {
         // SAFETY: the caller's word.
-        let last = unsafe { position(row) };
-        let splits = last / SPLIT + 1;
-        if number < kv_heads * splits {
-            let (kv_head, split) = (number / splits, number % splits);
+        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
+        let (splits, tiles) = (last / SPLIT + 1, (end - first).div_ceil(tile_rows));
+        if number < kv_heads * splits * tiles {
+            let (item, tile) = (number / tiles, number % tiles);
+            let (kv_head, split) = (item / splits, item % splits);
             let pages = ((last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
-            return Share { kv_head, split, pages, tiles: row..row + 1 };
+            let tiles = first_tile + tile..first_tile + tiles.min(tile + most);
+            return Share { kv_head, split, pages, tiles, first_row: first, first_tile };
         }
-        number -= kv_heads * splits;
-        row += 1;
+        number -= kv_heads * splits * tiles;
+        (first, first_tile) = (end, first_tile + tiles);
     }
 }

@@ -30,8 +30,8 @@ pub struct ListedRows {
     sequences: Buffer<u32>,
     tiles: Buffer<u32>,
     end: u32,
-    /// Whether each is of a sequence of its own.
-    of_sequences: bool,
+    /// Whether the rows of each sequence lie together, and follow each other.
+    in_order: bool,
     /// What they were checked for.
     room: Capacity,
 }
@@ -77,7 +77,7 @@ impl Forward {
             sequences: column(|row| row.sequence)?,
             tiles: device.upload(&tiles(rows, most).concat())?,
             end: rows.iter().map(|row| row.position + 1).max().unwrap_or(0),
-            of_sequences: rows.iter().map(|row| row.sequence).collect::<HashSet<_>>().len() == rows.len(),
+            in_order: are_in_order(rows),
             room,
         })
     }
@@ -96,16 +96,15 @@ impl Forward {
         unsafe { self.enqueue_rows(&pass) }
     }
 
-    /// [`enqueue_quickest`](Self::enqueue_quickest), of rows that were [listed](Self::list_rows), each of a sequence of
-    /// its own.
+    /// [`enqueue_quickest`](Self::enqueue_quickest), of rows that were [listed](Self::list_rows), of several sequences.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// As [`enqueue_listed`](Self::enqueue_listed), and if a sequence has two of the rows.
+    /// As [`enqueue_listed`](Self::enqueue_listed), and if rows of a sequence do not follow each other.
     pub fn enqueue_sequences(&mut self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
-        assert!(listed.of_sequences, "rows of which some are of one sequence");
+        assert!(listed.in_order, "rows of a sequence that do not follow each other");
         let pass = self.listed_pass(listed, output);
         // SAFETY: likewise; they are to each other what was asked.
         unsafe { self.enqueue_quickest(&pass, RowsOf::Sequences) }
@@ -129,6 +128,15 @@ impl Forward {
             output,
         }
     }
+}
+
+/// Whether the rows of each sequence lie together, and follow each other.
+fn are_in_order(rows: &[Row]) -> bool {
+    let mut met = HashSet::new();
+    let follows = |two: &[Row]| two[1].sequence == two[0].sequence && two[1].position == two[0].position + 1;
+    let begins: Vec<u32> =
+        (0..rows.len()).filter(|&i| i == 0 || !follows(&rows[i - 1..=i])).map(|i| rows[i].sequence).collect();
+    begins.into_iter().all(|sequence| met.insert(sequence))
 }
 
 /// Cuts rows into tiles, `[first, count]` each: rows of a sequence that follow each other, at most `most`.

@@ -164,7 +164,7 @@ impl Packing {
 
 /// Whether a pass is for the kernel that reads packed pages.
 fn reads_packed(pass: &RowPass) -> bool {
-    !(pass.prompt || forward::is_for_few(pass.len() as u32, pass.rows_of()))
+    !(pass.prompt || forward::is_for_few(pass.len() as u32))
 }
 
 #[cfg(test)]
