@@ -354,7 +354,7 @@ pub(crate) fn pass_cost(model: &Config, draft: &Config, layer_bytes: u64) -> u32
 
 /// Bytes that could be read while a pass of a model over one row runs, where a layer takes as long as `layer_bytes`
 /// beside its weights.
-fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
+pub(crate) fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
     config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes
 }
 

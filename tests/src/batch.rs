@@ -91,6 +91,10 @@ impl BatchBackend for Arranged {
         self.backend.runs_ahead()
     }
 
+    fn may_draft(&self) -> bool {
+        self.backend.may_draft()
+    }
+
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         self.frugally(|backend| backend.begin(plan, starts))
     }

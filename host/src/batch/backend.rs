@@ -117,6 +117,12 @@ pub trait BatchBackend: Send {
         false
     }
 
+    /// Whether drafts of the next step are likely to be worth their rows, so that tokens which they would follow had
+    /// better be waited for.
+    fn may_draft(&self) -> bool {
+        false
+    }
+
     /// Begins to execute a plan. `starts` has an entry for each of `plan.started`. At most one step may be under way,
     /// which was foreseen: a row whose token that one chooses is at the position after the last known one.
     ///

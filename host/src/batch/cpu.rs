@@ -1,5 +1,6 @@
 //! A batch on the CPU: `model`'s reference over shared pages.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
 use model::{Checkpoint, CpuModel, Fault, KvPages, Row};
@@ -129,6 +130,10 @@ impl BatchBackend for CpuBatch {
         Costs { swap_page: self.swaps.each(), row: self.rows.each() }
     }
 
+    fn may_draft(&self) -> bool {
+        self.drafters.are_worthwhile()
+    }
+
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         self.prepare(plan, starts);
         let start = Instant::now();
@@ -198,6 +203,10 @@ impl BatchBackend for CpuBatch {
             Outcome { slot: number, tokens, logprobs, drafted: drafts.count, by_model, fault, lost }
         };
         self.outcomes = choices.into_par_iter().map(choose).collect();
+        let sampled: HashSet<u32> = self.outcomes.iter().map(|outcome| outcome.slot).collect();
+        let slots = (0..).zip(&mut self.slots).filter(|(slot, _)| sampled.contains(slot));
+        let sequences = slots.map(|(number, slot)| (number, &mut slot.running)).collect();
+        self.drafters.look(sequences, 0, DRAFT_COST);
         self.rows.add(start.elapsed().as_secs_f64(), count);
         Ok(())
     }

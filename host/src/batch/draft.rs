@@ -7,7 +7,7 @@ use gpu_kernels::drafting;
 use rayon::prelude::*;
 
 pub(crate) use self::model::{ModelDrafter, Wanted};
-use super::plan::{Plan, Work};
+use super::plan::{Plan, Slot, Work};
 use super::running::Running;
 use crate::Error;
 use crate::backend::Drafted;
@@ -22,8 +22,6 @@ pub struct Drafts {
     pub count: usize,
     /// How many of them, from the first on, a model has said.
     pub by_model: usize,
-    /// What an n-gram match found, proposed or not.
-    pub guess: Vec<u32>,
 }
 
 impl Drafts {
@@ -43,7 +41,7 @@ impl Drafts {
 pub enum Drafting<'a> {
     /// It may not.
     No,
-    /// It is made here.
+    /// It is [there](Running::guess), or a model makes it here.
     Here(&'a Running),
     /// Somebody else makes it meanwhile.
     Elsewhere(&'a Running),
@@ -66,12 +64,14 @@ pub struct Drafters {
     pub settings: Option<Draft>,
     /// The draft model, if there is one.
     pub model: Option<ModelDrafter>,
+    /// Whether the next step's drafts are likely to be worth their rows, by what the last one has brought.
+    are_worthwhile: bool,
 }
 
 impl Drafters {
     /// Without a model: then drafts are those of an n-gram match.
     pub fn new(settings: Option<Draft>) -> Self {
-        Self { settings, model: None }
+        Self { settings, model: None, are_worthwhile: false }
     }
 
     /// The settings of the n-gram match.
@@ -84,6 +84,34 @@ impl Drafters {
         let Some(model) = &mut self.model else { return };
         let started = plan.started.iter().map(|started| &started.slot);
         plan.freed.iter().chain(started).for_each(|slot| model.forget(*slot));
+    }
+
+    /// Whether to wait for tokens that are being chosen, for drafts that follow them.
+    pub const fn are_worthwhile(&self) -> bool {
+        self.are_worthwhile
+    }
+
+    /// Looks for what may follow the newest tokens of sequences that may draft, none of a form, and whether that would
+    /// be worth their rows. `others` are rows of sequences whose proposals are made elsewhere.
+    pub fn look(&mut self, mut sequences: Vec<(Slot, &mut Running)>, others: usize, cost: drafting::Cost) {
+        self.are_worthwhile = false;
+        let Some(settings) = self.settings else { return };
+        let draft = settings.match_settings();
+        if settings.matches_ngrams() {
+            sequences.par_iter_mut().for_each(|(_, running)| running.look(&draft));
+        }
+        let rows = (sequences.len() + others) as u32;
+        let is_worthwhile = |running: &Running| {
+            let acceptance = if running.guess.forced { drafting::ONE } else { running.acceptance };
+            let most = running.guess.tokens.len() as u32;
+            drafting::worthwhile(acceptance, draft.cost(cost), rows.saturating_sub(1), most) > 0
+        };
+        self.are_worthwhile = others > 0 || sequences.iter().any(|(_, running)| is_worthwhile(running));
+        if let (Some(model), Draft::Model(settings)) = (&mut self.model, settings) {
+            let wanted: Vec<_> =
+                sequences.iter().map(|(slot, running)| Wanted::of(*slot, running, draft.tokens)).collect();
+            self.are_worthwhile |= model.is_worthwhile(&settings, cost, rows, &wanted);
+        }
     }
 
     /// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`.
@@ -107,13 +135,13 @@ impl Drafters {
             plan.work.iter().map(|work| if work.samples { drafting(work) } else { Drafting::No }).collect();
         let most = |work: &Work| work.most_drafts.min(draft.tokens);
         // Which drafts there are does not depend on the budget, only how many of them are tried.
-        let search = |(work, sequence): (&Work, &Drafting<'_>)| match sequence {
-            Drafting::Here(running) if most(work) > 0 && settings.matches_ngrams() => {
-                running.propose(&NgramDraft { tokens: most(work), ..draft })
-            }
-            _ => Proposal::default(),
+        let guess = |(work, sequence): (&Work, &Drafting<'_>)| {
+            let Drafting::Here(running) = sequence else { return Proposal::default() };
+            let mut guess = running.guess.clone();
+            guess.tokens.truncate(most(work) as usize);
+            guess
         };
-        let mut found: Vec<Proposal> = plan.work.par_iter().zip(&sequences).map(search).collect();
+        let mut found: Vec<Proposal> = plan.work.iter().zip(&sequences).map(guess).collect();
         for ((work, sequence), found) in plan.work.iter().zip(&sequences).zip(&mut found) {
             if matches!(sequence, Drafting::Elsewhere(_)) && work.most_drafts > 0 {
                 *found = elsewhere(work);
@@ -122,10 +150,12 @@ impl Drafters {
         }
         let chains = match (&mut self.model, settings) {
             (Some(model), Draft::Model(settings)) => {
-                let wanted = plan.work.iter().zip(&sequences).zip(&found).map(|((work, sequence), guess)| {
-                    let Drafting::Here(running) = sequence else { return None };
-                    let guess = guess.tokens.as_slice();
-                    Some(Wanted { slot: work.slot, running, most: most(work), guess })
+                let wanted = plan.work.iter().zip(&sequences).map(|(work, sequence)| match sequence {
+                    // What the form leaves needs no model.
+                    Drafting::Here(running) if !running.guess.forced => {
+                        Some(Wanted::of(work.slot, running, most(work)))
+                    }
+                    _ => None,
                 });
                 let rows = plan.work.iter().map(|work| work.rows).sum();
                 model.propose(&settings, cost, rows, &wanted.collect::<Vec<_>>())?
@@ -144,8 +174,6 @@ impl Drafters {
                 continue;
             };
             let room = budget.next();
-            let mut guess = found.tokens.clone();
-            guess.truncate(room as usize);
             let (mut proposal, by_model) = (found, chain.len());
             let mut acceptance = if proposal.forced { drafting::ONE } else { sequence.acceptance };
             if by_model > 0 {
@@ -155,7 +183,7 @@ impl Drafters {
             proposal.tokens.truncate(room as usize);
             let count = drafting::worthwhile(acceptance, draft.cost(cost), others, proposal.tokens.len() as u32);
             budget.used += i64::from(count);
-            drafts.push(Drafts { proposal, count: count as usize, by_model, guess });
+            drafts.push(Drafts { proposal, count: count as usize, by_model });
         }
         Ok(drafts)
     }
@@ -200,12 +228,13 @@ mod tests {
 
     #[test]
     fn a_row_that_ends_a_prompt_is_owed_its_place_in_the_budget() {
-        let running = Running { history: vec![1; 20], prompt: 20, max_length: 100, ..Running::default() };
+        let mut running = Running { history: vec![1; 20], prompt: 20, max_length: 100, ..Running::default() };
         let work = |slot| Work { slot, start: 19, rows: 1, samples: true, most_drafts: 7 };
         let plan = Plan { work: (0..3).map(work).collect(), draft_threshold: 7, ..Plan::default() };
         let draft = NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false };
+        running.look(&NgramDraft { tokens: 9, ..draft });
         for may_draft in [vec![0], vec![1], vec![2], vec![0, 2], vec![0, 1, 2]] {
-            let made = running.propose(&NgramDraft { tokens: 9, ..draft });
+            let made = running.guess.clone();
             for elsewhere in [vec![], vec![1], vec![0, 1, 2]] {
                 let drafting = |work: &Work| match may_draft.contains(&work.slot) {
                     false => Drafting::No,

@@ -22,7 +22,7 @@ mod sizes;
 mod upload;
 mod uses;
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use gpu_kernels::attention::Attend;
@@ -220,6 +220,16 @@ impl GpuBatch {
         self.forward.config().vocab_size
     }
 
+    /// Looks for drafts of the sequences that a step has brought tokens to, if there may be room for any.
+    fn look_for_drafts(&mut self, step: &UnderWay) {
+        let fit = step.work.len() < self.limits.draft_rows as usize;
+        let sampled: HashSet<Slot> = step.work.iter().filter(|work| work.samples).map(|work| work.slot).collect();
+        let is_there = |slot: &Slot| fit && sampled.contains(slot) && !step.left.contains(slot);
+        let there = (0..).zip(&mut self.slots).filter(|(slot, _)| is_there(slot));
+        let (with_form, without): (Vec<_>, Vec<_>) = there.partition(|(_, running)| running.form.is_some());
+        self.drafters.look(without, with_form.len(), DRAFT_COST);
+    }
+
     /// Takes note of who is where; what is known of sequences that were there before is of no more use.
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
         self.drafters.forget_left(plan);
@@ -260,6 +270,10 @@ impl BatchBackend for GpuBatch {
 
     fn runs_ahead(&self) -> bool {
         true
+    }
+
+    fn may_draft(&self) -> bool {
+        self.drafters.are_worthwhile()
     }
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
@@ -412,6 +426,7 @@ impl BatchBackend for GpuBatch {
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, by_model, fault, lost });
         }
         self.take_up_halted()?;
+        self.look_for_drafts(&step);
         Ok(outcomes)
     }
 }

@@ -27,6 +27,8 @@ pub struct Running {
     pub logprobs: Option<u32>,
     /// What n-gram matches were worth of late.
     pub acceptance: u32,
+    /// What was found to follow the newest token, if it was looked for.
+    pub guess: Proposal,
     /// If its answer has a form: where in it the newest token is.
     pub form: Option<Arc<Mutex<Matcher>>>,
 }
@@ -49,6 +51,7 @@ impl Running {
             stop_tokens: start.stop_tokens.to_vec(),
             logprobs: start.logprobs,
             acceptance: drafting::UNTRIED,
+            guess: Proposal::default(),
         }
     }
 
@@ -79,9 +82,10 @@ impl Running {
         self.matcher()?.check().err().map(|error| error.to_string())
     }
 
-    /// What may follow the newest token, as far as it can be told without the model.
-    pub fn propose(&self, draft: &NgramDraft) -> Proposal {
-        Proposal::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut())
+    /// Looks for what may follow the newest token, as far as it can be told without a model.
+    pub fn look(&mut self, draft: &NgramDraft) {
+        let guess = Proposal::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut());
+        self.guess = guess;
     }
 
     /// From position `at` on, it says `tokens` instead.
@@ -101,8 +105,13 @@ impl Running {
         if let Some(mut matcher) = self.matcher() {
             matcher.accept(&tokens);
         }
-        if !drafts.proposal.forced {
-            self.acceptance = learned(self.acceptance, &drafts.guess, &tokens);
+        let mut guess = std::mem::take(&mut self.guess);
+        if guess.tokens.is_empty() && drafts.by_model == 0 {
+            // It was looked for elsewhere.
+            guess.clone_from(&drafts.proposal);
+        }
+        if !guess.forced {
+            self.acceptance = learned(self.acceptance, &guess.tokens, &tokens);
         }
         tokens
     }

@@ -96,6 +96,8 @@ pub struct Scheduler {
     work: Vec<(SequenceId, Work)>,
     /// Of a foreseen step: the sequences whose newest token is [`UNKNOWN`], and their slots in it.
     foreseen: Option<Vec<(SequenceId, Slot)>>,
+    /// Whether drafts are likely to be worth their rows.
+    drafting: bool,
     /// Tokens that sequences would have had, had they not waited for others since prompts last went on.
     missed: usize,
     counts: Counts,
@@ -122,6 +124,7 @@ impl Scheduler {
             tables: Vec::new(),
             work: Vec::new(),
             foreseen: None,
+            drafting: true,
             missed: 0,
             counts: Counts::default(),
         };
@@ -186,6 +189,11 @@ impl Scheduler {
         self.costs = costs;
         // Out and back against running its tokens.
         self.pages.keeps = costs.swap_page <= costs.row * self.limits.page_tokens as f64;
+    }
+
+    /// Whether drafts of the steps that follow are likely to be worth their rows, where there is room for them.
+    pub fn set_drafting(&mut self, drafting: bool) {
+        self.drafting = drafting;
     }
 
     /// Whether pages of the host tier may be wanted before long.
@@ -486,7 +494,12 @@ impl Scheduler {
         let others: u32 = step.work.iter().map(|(_, work)| work.rows).sum::<u32>() - decoding;
         let threshold = self.limits.draft_rows.min(self.limits.rows).saturating_sub(others);
         // Drafts continue tokens, which have to be known.
-        if self.limits.drafts == 0 || self.foreseen.is_some() || decoding == 0 || threshold <= decoding {
+        if self.limits.drafts == 0
+            || !self.drafting
+            || self.foreseen.is_some()
+            || decoding == 0
+            || threshold <= decoding
+        {
             return;
         }
         plan.draft_threshold = threshold;
@@ -558,7 +571,8 @@ impl Scheduler {
     ///
     /// False if it cannot be foreseen: sequences draft, or may soon, or the step before has not been advanced.
     pub fn foresee(&mut self) -> bool {
-        let drafts = self.limits.drafts > 0 && self.running.len() < self.limits.draft_rows as usize;
+        let fit = self.limits.drafts > 0 && self.running.len() < self.limits.draft_rows as usize;
+        let drafts = self.drafting && fit;
         if drafts || self.foreseen.is_some() || self.work.iter().any(|(_, work)| work.most_drafts > 0) {
             return false;
         }

@@ -66,6 +66,7 @@ impl Steps {
             Some(ids) => ids,
             None => self.begin(backend, sequences)?,
         };
+        self.scheduler.set_drafting(backend.may_draft());
         if backend.runs_ahead() && self.scheduler.foresee() && !self.has_nothing() {
             self.under_way = Some(self.begin(backend, sequences)?);
         }
@@ -86,6 +87,7 @@ impl Steps {
     ) -> Result<Vec<SequenceId>, Error> {
         self.scheduler.set_costs(backend.costs());
         self.scheduler.set_host_pages(backend.host_pages(self.scheduler.may_want_host_pages()));
+        self.scheduler.set_drafting(backend.may_draft());
         let plan = self.scheduler.plan();
         sequences.planned(&plan);
         let start = |id| sequences.start(id, self.scheduler.tokens(id).expect("who starts has not ended"));

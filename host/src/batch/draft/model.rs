@@ -22,7 +22,7 @@ use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Start};
 use crate::batch::plan::{Page, Plan, Slot, Started, TableEntry, Work};
 use crate::batch::running::Running;
-use crate::draft::{ModelDraft, learned, pass_cost};
+use crate::draft::{ModelDraft, learned, pass_bytes, pass_share};
 
 /// Steps without a pass, where none is worth it, before one comes all the same.
 const REST: u32 = 16;
@@ -40,8 +40,13 @@ pub(crate) struct Wanted<'a> {
     pub running: &'a Running,
     /// Most drafts.
     pub most: u32,
-    /// What an n-gram match has found.
-    pub guess: &'a [u32],
+}
+
+impl<'a> Wanted<'a> {
+    /// Of the sequence in a slot, at most so many.
+    pub(crate) const fn of(slot: Slot, running: &'a Running, most: u32) -> Self {
+        Self { slot, running, most }
+    }
 }
 
 /// A draft model with its batch.
@@ -57,7 +62,7 @@ pub(crate) struct ModelDrafter {
     followers: HashMap<Slot, Follower>,
     /// What drafts were worth of late for all: what is expected of a sequence that has had none.
     usual: u32,
-    /// Steps until a pass comes all the same, and from how many that is counted down.
+    /// Steps until a pass comes all the same, and from how many on that is counted down.
     rest: u32,
     rests: u32,
 }
@@ -107,7 +112,8 @@ impl ModelDrafter {
             rest: 0,
             rests: REST,
             vocab: config.vocab_size.min(draft.config.vocab_size) as u32,
-            pass: pass_cost(config, &draft.config, layer_bytes),
+            // Several rows pass a grid barrier behind each matrix.
+            pass: pass_share(config, pass_bytes(&draft.config, 2 * layer_bytes), layer_bytes),
             backend,
         }
     }
@@ -139,18 +145,20 @@ impl ModelDrafter {
     ) -> Result<Vec<Vec<u32>>, Error> {
         wanted.iter().flatten().for_each(|wanted| self.follow(wanted));
         let mut chains = vec![Vec::new(); wanted.len()];
-        let candidates: Vec<(usize, Wanted<'_>)> = wanted
-            .iter()
-            .enumerate()
-            .filter_map(|(of, wanted)| Some((of, (*wanted)?)))
-            .filter(|(_, wanted)| wanted.most > 0 && !self.prefers_guess(wanted))
-            .collect();
-        let depth = self.depth(settings, cost, rows, &candidates);
-        if depth == 0 {
+        let candidates: Vec<Wanted<'_>> = self.candidates(wanted.iter().flatten());
+        let mut depth = self.depth(settings, cost, rows, &candidates);
+        if depth > 0 {
+            (self.rest, self.rests) = (REST, REST);
+        } else if self.rest == 0 && !candidates.is_empty() {
+            self.rests = (2 * self.rests).min(MOST_REST);
+            (self.rest, depth) = (self.rests, 1);
+        } else {
             return Ok(chains);
         }
+        let is_candidate = |wanted: &Wanted<'_>| candidates.iter().any(|candidate| candidate.slot == wanted.slot);
+        let of_candidates = (0..).zip(wanted).filter_map(|(of, wanted)| Some((of, wanted.filter(is_candidate)?)));
         let mut begun: Vec<Chain<'_>> =
-            candidates.into_iter().filter_map(|(of, wanted)| self.begin(of, wanted, depth)).collect();
+            of_candidates.filter_map(|(of, wanted)| self.begin(of, wanted, depth)).collect();
         self.read(&mut begun)?;
         self.run(&mut begun)?;
         for chain in begun {
@@ -179,15 +187,35 @@ impl ModelDrafter {
         follower.cached = follower.known + common_prefix(ran, new);
     }
 
-    /// Whether what an n-gram match has found is likelier to be right than the model.
-    fn prefers_guess(&self, wanted: &Wanted<'_>) -> bool {
-        !wanted.guess.is_empty() && wanted.running.acceptance >= self.acceptance(wanted.slot)
+    /// Whether a chain is likely to be worth its passes in the next step; or one comes all the same, to see whether that
+    /// has changed.
+    pub(crate) fn is_worthwhile(
+        &mut self,
+        settings: &ModelDraft,
+        cost: Cost,
+        rows: u32,
+        wanted: &[Wanted<'_>],
+    ) -> bool {
+        wanted.iter().for_each(|wanted| self.follow(wanted));
+        let candidates = self.candidates(wanted);
+        if self.depth(settings, cost, rows, &candidates) > 0 {
+            return true;
+        }
+        self.rest = self.rest.saturating_sub(1);
+        self.rest == 0 && !candidates.is_empty()
     }
 
-    /// How many passes there are to be for all `candidates`, in a step of so many `rows` without drafts.
-    fn depth(&mut self, settings: &ModelDraft, cost: Cost, rows: u32, candidates: &[(usize, Wanted<'_>)]) -> u32 {
-        let most = candidates.iter().map(|(_, wanted)| wanted.most).max().unwrap_or(0).min(settings.depth());
-        if !settings.adaptive || most == 0 {
+    /// Those of `wanted` of which nothing that is likelier to be right than the model was found otherwise.
+    fn candidates<'w, 'a: 'w>(&self, wanted: impl IntoIterator<Item = &'w Wanted<'a>>) -> Vec<Wanted<'a>> {
+        let found = |running: &Running| !running.guess.tokens.is_empty();
+        let prefers = |w: &Wanted<'_>| found(w.running) && w.running.acceptance >= self.acceptance(w.slot);
+        wanted.into_iter().filter(|wanted| wanted.most > 0 && !prefers(wanted)).copied().collect()
+    }
+
+    /// How many passes for all `candidates` make the most tokens in a time, in a step of so many `rows` without drafts.
+    fn depth(&self, settings: &ModelDraft, cost: Cost, rows: u32, candidates: &[Wanted<'_>]) -> u32 {
+        let most = candidates.iter().map(|wanted| wanted.most).max().unwrap_or(0).min(settings.depth());
+        if !settings.adaptive {
             return most;
         }
         let (each, mut tokens) = (u64::from(cost.each), u64::from(ONE) * u64::from(rows));
@@ -196,13 +224,12 @@ impl ModelDrafter {
         if rows == 1 {
             time += u64::from(cost.any);
         }
-        let acceptances: Vec<u64> =
-            candidates.iter().map(|(_, wanted)| u64::from(self.acceptance(wanted.slot))).collect();
+        let acceptances: Vec<u64> = candidates.iter().map(|wanted| self.acceptance(wanted.slot).into()).collect();
         // What the next draft of each is expected to bring.
         let mut more = acceptances.clone();
         for depth in 1..=most {
             time += u64::from(self.pass);
-            for ((acceptance, more), (_, wanted)) in acceptances.iter().zip(&mut more).zip(candidates) {
+            for ((acceptance, more), wanted) in acceptances.iter().zip(&mut more).zip(candidates) {
                 if depth <= wanted.most {
                     (tokens, time) = (tokens + *more, time + each);
                     *more = (*more * acceptance) >> 16;
@@ -212,17 +239,7 @@ impl ModelDrafter {
                 (best, best_tokens, best_time) = (depth, tokens, time);
             }
         }
-        if best > 0 {
-            (self.rest, self.rests) = (REST, REST);
-            return best;
-        }
-        if self.rest > 0 {
-            self.rest -= 1;
-            return 0;
-        }
-        self.rests = (2 * self.rests).min(MOST_REST);
-        self.rest = self.rests;
-        1
+        best
     }
 
     /// Begins a sequence's chain of at most so many drafts; none if there is no room, or it has a token that the draft

@@ -286,7 +286,7 @@ mod tests {
                         continue;
                     }
                     let Some((position, prompt)) = at[own] else { continue };
-                    let rows = if position < prompt { 1 + random(prompt - position) } else { 1 + random(3) };
+                    let rows = if position < prompt { 1 + random(prompt - position) } else { 1 + random(9) };
                     let wanted = (position + rows).div_ceil(PAGE_TOKENS as u32) as usize;
                     let there = tables[own].len();
                     while tables[own].len() < wanted && !free.is_empty() {
