@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What drafts by a model cost in a batch, through `warpdraft batch`: the 8B shape, and the 0.6B shape that drafts.
+"""What drafts by a model or a head cost in a batch, through `warpdraft batch`: the 8B shape, and the 0.6B shape or an
+EAGLE-3 head that drafts.
 
-Runs on a machine with a GPU of at least 40 GB, with torch and safetensors. Weights are random, so the draft model is
-always wrong, and speed-ups are what a step with drafts costs, for acceptance as it was measured elsewhere. For so many
-sequences at once, a line:
+Runs on a machine with a GPU of at least 40 GB, with torch and safetensors. Weights are random, so drafts are always
+wrong. For so many sequences at once, a line for each of both:
 
-- the time of a step without drafts, and with a chain of one and of five for every sequence;
-- what a pass over the draft model adds to a step;
-- tokens a second with adaptive drafts ÷ without: what a draft model costs that is always wrong.
+- the time of a step without drafts, and with a chain of one and of more for every sequence;
+- what a pass, and a row for every sequence, adds to a step;
+- the speed-up of the longer chain, if so many tokens a step were accepted;
+- tokens a second with adaptive drafts ÷ without: what drafts cost that are always wrong.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import json
 import pathlib
 import subprocess
 
+from eagle_bench import make_head
 from parity import SHAPES, make_checkpoint
 
 TOKENS = 384
+# Tokens a step that a chain of so many is worth: 3.2 of a chain of five.
+ACCEPTED = {5: 3.2, 3: 2.5, 1: 1.7}
 
 
 def make_requests(path: pathlib.Path, count: int) -> None:
@@ -47,24 +51,30 @@ def main() -> None:
                    "--context", "2048", *options]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
+    head = args.work / "random-head"
+    if not head.exists():
+        make_head(head, SHAPES["8b"])
     figures = {}
     for count in args.sequences:
         requests = args.work / "requests.jsonl"
         make_requests(requests, count)
-        drafted = ("--draft", f"model-only:{models['0.6b']}")
-        runs = {
-            "none": run(requests, "--draft", "none"),
-            "wrong": run(requests, *drafted),
-            "one": run(requests, *drafted, "--draft-always", "--draft-depth", "1", "--draft-rows", "64"),
-            "five": run(requests, *drafted, "--draft-always", "--draft-depth", "5", "--draft-rows", "64"),
-        }
-        step = {name: summary["device_seconds"] / summary["steps"] * 1e3 for name, summary in runs.items()}
-        a_pass = (step["five"] - step["one"]) / 4
-        wrong = runs["none"]["device_seconds"] / runs["wrong"]["device_seconds"]
-        print(f"{count} sequences: ms a step {step['none']:.3f}, with a chain of one {step['one']:.3f}, of five "
-              f"{step['five']:.3f}; a pass and a row each {a_pass:.3f} ms; always wrong {wrong:.3f}", flush=True)
-        print({name: (s["steps"], s["drafts"]["model"], s["generated_tokens"]) for name, s in runs.items()}, flush=True)
-        figures[f"draft.b{count}.wrong.ratio"] = round(wrong, 4)
+        step = lambda summary: summary["device_seconds"] / summary["steps"] * 1e3
+        none, ngrams = run(requests, "--draft", "none"), run(requests, "--draft", "ngram")
+        print(f"{count} sequences: {step(none):.3f} ms a step; n-grams {step(none) / step(ngrams):.3f}", flush=True)
+        # As many as fit into 16 rows.
+        longest = max(depth for depth in ACCEPTED if count * (1 + depth) <= 16)
+        for name, how in (("model", f"model-only:{models['0.6b']}"), ("eagle3", f"eagle3-only:{head}")):
+            wrong = run(requests, "--draft", how)
+            chains = {depth: run(requests, "--draft", how, "--draft-always", "--draft-depth", str(depth))
+                      for depth in sorted({1, longest})}
+            a_pass = (step(chains[longest]) - step(chains[1])) / max(longest - 1, 1)
+            speedup = ACCEPTED[longest] * step(none) / step(chains[longest])
+            ratio = none["device_seconds"] / wrong["device_seconds"]
+            drafted = chains[longest]["drafts"]["model"]["drafted"]
+            print(f"  {name}: a chain of one {step(chains[1]):.3f} ms, of {longest} {step(chains[longest]):.3f} "
+                  f"({drafted} drafts), a pass {a_pass:.3f}; {ACCEPTED[longest]} tokens a step would be "
+                  f"{speedup:.2f} times as fast; always wrong {ratio:.3f}", flush=True)
+            figures[f"draft.b{count}.{name}.wrong.ratio"] = round(ratio, 4)
     print(json.dumps(figures))
 
 

@@ -21,29 +21,32 @@ pub const STATES: u32 = 3;
 /// Threads of a block.
 const THREADS: u32 = 256;
 
-/// Hidden states of the last [`slots`](Self::slots) positions of a sequence.
+/// Hidden states of the last [`slots`](Self::slots) positions of some sequences.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct States {
-    /// `[slots, 3, dim]`: those of position `p` are at slot `p % slots`.
+    /// `[sequences, slots, 3, dim]`: those of a sequence's position `p` are at slot `p % slots`.
     pub states: GlobalMut<bf16>,
-    /// Positions that there is room for.
+    /// Positions of a sequence that there is room for.
     pub slots: u32,
     /// Hidden size.
     pub dim: u32,
+    /// Sequences that there is room for, the first ones.
+    pub sequences: u32,
 }
 
 impl States {
-    /// Where those of a position begin.
+    /// Where those of a sequence's position begin.
     ///
     /// # Safety
-    /// There is memory for so many slots.
+    /// There is memory for so many slots, and for this sequence.
     #[inline(always)]
-    pub(crate) unsafe fn of(&self, position: u32) -> GlobalMut<bf16> {
+    pub(crate) unsafe fn of(&self, sequence: u32, position: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe {
             cuda_std::assume(self.slots > 0);
-            self.states.at((position % self.slots) as usize * (STATES * self.dim) as usize)
+            let slot = sequence * self.slots + position % self.slots;
+            self.states.at(slot as usize * (STATES * self.dim) as usize)
         }
     }
 }
@@ -65,15 +68,15 @@ impl Taps {
         !self.to.states.is_null()
     }
 
-    /// Leaves an element of the residual stream of a `row` after so many layers, if it is one of a hidden state; of a
-    /// [tree](crate::tree) at its slot.
+    /// Leaves an element of the residual stream of a sequence's position after so many layers, if it is one of a hidden
+    /// state, and there is room for the sequence.
     #[inline(always)]
-    pub(crate) unsafe fn put(&self, rows: &Rows, row: u32, layers: u32, element: u32, x: f32) {
+    pub(crate) unsafe fn put(&self, (sequence, position): (u32, u32), layers: u32, element: u32, x: f32) {
         // SAFETY: the caller's word.
         unsafe {
             unroll!(I < 3; {
-                if self.after[I] == layers {
-                    let to = self.to.of(rows.positions.load(0) + row).at(I * self.to.dim as usize);
+                if self.after[I] == layers && sequence < self.to.sequences {
+                    let to = self.to.of(sequence, position).at(I * self.to.dim as usize);
                     to.store(element as usize, math::to_bf16(x));
                 }
             });
@@ -85,7 +88,7 @@ impl Taps {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeStates {
-    /// The rows of this pass, of one sequence.
+    /// The rows of this pass: those of a sequence lie together, at consecutive positions.
     pub rows: Rows,
     /// `[rows, dim]` the residual stream.
     pub x: Global<f32>,
@@ -95,17 +98,25 @@ pub struct TakeStates {
     pub place: u32,
 }
 
-/// Copies the residual stream of every row to where its position's hidden states are.
+/// Copies the residual stream of the last rows of each sequence to where their positions' hidden states are, as far as
+/// there is room.
 #[kernel(threads = 256)]
 pub unsafe fn take_states(p: TakeStates) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        let (row, dim) = (thread::block_idx_y(), p.to.dim);
-        if row >= p.rows.count.load(0) {
+        let (row, dim, count) = (thread::block_idx_y(), p.to.dim, p.rows.count.load(0));
+        if row >= count {
+            return;
+        }
+        let sequence = p.rows.sequences.load(row as usize);
+        // What a later row of this pass takes the slot of.
+        let later = row + p.to.slots;
+        let is_old = later < count && p.rows.sequences.load(later as usize) == sequence;
+        if is_old || sequence >= p.to.sequences {
             return;
         }
         let x = p.x.at(row as usize * dim as usize);
-        let to = p.to.of(p.rows.positions.load(row as usize)).at((p.place * dim) as usize);
+        let to = p.to.of(sequence, p.rows.positions.load(row as usize)).at((p.place * dim) as usize);
         let mut i = thread::thread_idx_x();
         while i < dim {
             to.store(i as usize, math::to_bf16(x.load(i as usize)));
@@ -145,7 +156,7 @@ pub unsafe fn gather_states(p: GatherStates) {
         if row >= p.rows.count.load(0) {
             return;
         }
-        let from = p.from.of(p.rows.positions.load(row as usize));
+        let from = p.from.of(p.rows.sequences.load(row as usize), p.rows.positions.load(row as usize));
         let to = p.to.at(row as usize * len as usize);
         let i = (thread::block_idx_x() * THREADS + thread::thread_idx_x()) * GatherStates::EACH;
         if i < len {
@@ -179,7 +190,7 @@ impl EagleStep {
 pub struct MakePairs {
     /// The head's rows.
     pub rows: Rows,
-    /// `[rows, dim]` what `fc` made of the model's hidden states, or the head's own.
+    /// `[rows, dim]` what `fc` made of the model's hidden states; or `[sequences, dim]` the head's own.
     pub hidden: Global<f32>,
     /// `[vocab, dim]` the embedding.
     pub embed: Global<bf16>,
@@ -201,6 +212,8 @@ pub struct MakePairs {
     pub eps: f32,
     /// 1 if the residual stream begins with the normed hidden state, 0 if with the hidden state.
     pub norm_before_residual: u32,
+    /// 1 if hidden states are the head's own.
+    pub own: u32,
 }
 
 impl MakePairs {
@@ -248,7 +261,8 @@ pub unsafe fn make_pairs(p: MakePairs) {
         let one_row = count == 1 && p.exchange.is_there();
         let token = p.rows.tokens.load(row as usize).min(p.vocab - 1);
         let embed = p.embed.at(token as usize * dim as usize);
-        let hidden = p.hidden.at(row as usize * dim as usize);
+        let hidden = if p.own != 0 { p.rows.sequences.load(row as usize) } else { row };
+        let hidden = p.hidden.at(hidden as usize * dim as usize);
         let four = |from: Global<bf16>, i: u32| {
             let [low, high] = from.at(i as usize).cast::<[u32; 2]>().load(0).map(math::unpack_bf16);
             [low[0], low[1], high[0], high[1]]
@@ -296,7 +310,7 @@ pub unsafe fn make_pairs(p: MakePairs) {
     }
 }
 
-/// Parameters of [`keep_state`]. Grid: 1.
+/// Parameters of [`keep_state`]. Grid: (1, rows).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct KeepState {
@@ -304,25 +318,29 @@ pub struct KeepState {
     pub rows: Rows,
     /// `[rows, dim]` its residual stream.
     pub x: Global<f32>,
-    /// `[dim]`, written if there were rows.
+    /// `[sequences, dim]`, written of those that had rows.
     pub to: GlobalMut<f32>,
     /// Hidden size.
     pub dim: u32,
 }
 
-/// Keeps the head's own hidden state of a pass's last row, with which the row after it begins.
+/// Keeps the head's own hidden state of the last row of each sequence, with which the row after it begins.
 #[kernel(threads = 256)]
 pub unsafe fn keep_state(p: KeepState) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        let rows = p.rows.count.load(0);
-        if rows == 0 {
+        let (row, rows) = (thread::block_idx_y(), p.rows.count.load(0));
+        if row >= rows {
             return;
         }
-        let x = p.x.at((rows - 1) as usize * p.dim as usize);
+        let sequence = p.rows.sequences.load(row as usize);
+        if row + 1 < rows && p.rows.sequences.load(row as usize + 1) == sequence {
+            return;
+        }
+        let (x, to) = (p.x.at(row as usize * p.dim as usize), p.to.at(sequence as usize * p.dim as usize));
         let mut i = thread::thread_idx_x();
         while i < p.dim {
-            p.to.store(i as usize, x.load(i as usize));
+            to.store(i as usize, x.load(i as usize));
             i += THREADS;
         }
     }

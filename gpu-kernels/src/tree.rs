@@ -193,7 +193,7 @@ unsafe fn move_vectors(cache: &Cache, values: bool, sequence: u32, (from, to): (
 unsafe fn move_states(states: &States, half: u32, (from, to): (u32, u32), thread: u32) {
     // SAFETY: the caller's word.
     unsafe {
-        let (from, to) = (states.of(from), states.of(to));
+        let (from, to) = (states.of(0, from), states.of(0, to));
         let mut i = half * 256 + thread;
         while i < STATES * states.dim {
             to.store(i as usize, from.load(i as usize));

@@ -11,14 +11,17 @@ use gpu_kernels::exchange::Exchange;
 const DIM: usize = 384;
 const SLOTS: usize = 5;
 
-/// Rows at positions from `start` on leave their states, round the end of the ring, and get them side by side.
+/// Rows of sequences leave their states, each round the end of its ring, and get those that are still there side by
+/// side; of a sequence that there is no room for none are left.
 #[test]
 fn hidden_states_are_found_by_their_positions() {
     let mut random = Random::new(1);
-    for (start, count) in [(0, 1), (3, 4), (14, 5)] {
-        let rows = RowBuffers::sequence(start, count as u32);
-        let ring: Buffer<bf16> = Buffer::new_poisoned(SLOTS * 3 * DIM);
-        let states = States { states: ring.ptr_mut(), slots: SLOTS as u32, dim: DIM as u32 };
+    for runs in [&[(0, 0..1)][..], &[(0, 3..7)], &[(0, 14..19)], &[(1, 2..9), (2, 0..3), (0, 8..10)]] {
+        let all: Vec<(u32, u32, u32)> =
+            runs.iter().flat_map(|(sequence, positions)| positions.clone().map(move |p| (0, p, *sequence))).collect();
+        let (rows, count) = (RowBuffers::new(&all), all.len());
+        let ring: Buffer<bf16> = Buffer::from_slice(&vec![bf16::from_f32(9.0); 2 * SLOTS * 3 * DIM]);
+        let states = States { states: ring.ptr_mut(), slots: SLOTS as u32, dim: DIM as u32, sequences: 2 };
         let streams: Vec<Vec<f32>> = (0..STATES).map(|_| random.floats(count * DIM)).collect();
         // One grid row more than there are rows: it writes nothing.
         let grid = [1, count as u32 + 1, 1];
@@ -27,16 +30,24 @@ fn hidden_states_are_found_by_their_positions() {
             let take = TakeStates { rows: rows.rows(), x: x.ptr(), to: states, place: place as u32 };
             run::<eagle::take_states>(grid, 0, 1, take);
         }
-        let to = Buffer::from_slice(&vec![bf16::from_f32(7.0); (count + 1) * 3 * DIM]);
-        let gather = GatherStates { rows: rows.rows(), from: states, to: to.ptr_mut() };
-        let grid = [GatherStates::blocks(DIM as u32), grid[1], 1];
+        let is_left = |row: usize| {
+            let (_, position, sequence) = all[row];
+            let end = runs.iter().find(|run| run.0 == sequence).map_or(0, |run| run.1.end);
+            sequence < 2 && position + SLOTS as u32 >= end
+        };
+        let (there, left): (Vec<_>, Vec<_>) = (0..count).filter(|&row| is_left(row)).map(|row| (all[row], row)).unzip();
+        assert!(ring.as_slice().iter().filter(|x| x.to_f32() != 9.0).count() <= left.len() * 3 * DIM);
+        let wanted = RowBuffers::new(&there);
+        let to = Buffer::from_slice(&vec![bf16::from_f32(7.0); (left.len() + 1) * 3 * DIM]);
+        let gather = GatherStates { rows: wanted.rows(), from: states, to: to.ptr_mut() };
+        let grid = [GatherStates::blocks(DIM as u32), left.len() as u32 + 1, 1];
         run::<eagle::gather_states>(grid, 0, 2, gather);
         let found = to.as_slice();
-        for row in 0..count {
+        for (i, row) in left.iter().enumerate() {
             let expected = streams.iter().flat_map(|stream| &stream[row * DIM..][..DIM]).map(|&x| bf16::from_f32(x));
-            assert!(found[row * 3 * DIM..][..3 * DIM].iter().copied().eq(expected), "row {row} of {count}");
+            assert!(found[i * 3 * DIM..][..3 * DIM].iter().copied().eq(expected), "row {row} of {runs:?}");
         }
-        assert!(found[count * 3 * DIM..].iter().all(|x| x.to_f32() == 7.0));
+        assert!(found[left.len() * 3 * DIM..].iter().all(|x| x.to_f32() == 7.0));
     }
 }
 
@@ -52,10 +63,13 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
     let mut random = Random::new(2);
     let (table, norms) = (random.bf16s(vocab * DIM), [random.bf16s(DIM), random.bf16s(DIM)]);
     let hidden: Vec<f32> = random.floats(tokens.len() * DIM).iter().map(|x| 5.0 * x).collect();
-    let rows = RowBuffers::new(&tokens.map(|token| (token, 0, 0)));
+    // Hidden states of the head's own are those of the rows' sequences.
+    let sequences = [1, 2, 0];
+    let rows: Vec<(u32, u32, u32)> = tokens.iter().zip(sequences).map(|(&token, of)| (token, 0, of)).collect();
+    let rows = RowBuffers::new(&rows);
     let buffers = [&table, &norms[0], &norms[1]].map(|numbers| Buffer::from_slice(numbers));
     let given = Buffer::from_slice(&hidden);
-    for norm_before_residual in [0, 1] {
+    for (norm_before_residual, own) in [(0, 0), (1, 0), (0, 1)] {
         let x: Buffer<f32> = Buffer::new_poisoned(tokens.len() * DIM);
         let pairs: Buffer<bf16> = Buffer::new_poisoned(tokens.len() * 2 * DIM);
         let make = MakePairs {
@@ -71,12 +85,13 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
             dim: DIM as u32,
             eps,
             norm_before_residual,
+            own,
         };
         run::<eagle::make_pairs>([1, tokens.len() as u32, 1], MakePairs::SHARED_BYTES, 3, make);
         for (row, &token) in tokens.iter().enumerate() {
             // A token beyond the table is its last.
             let embed = widen(&table[(token as usize).min(vocab - 1) * DIM..][..DIM]);
-            let hidden = &hidden[row * DIM..][..DIM];
+            let hidden = &hidden[if own == 1 { sequences[row] as usize } else { row } * DIM..][..DIM];
             let normed = rms_norm(hidden, &norms[1], eps);
             let expected = [rms_norm(&embed, &norms[0], eps), normed.clone()].concat();
             let found = widen(&pairs.as_slice()[row * 2 * DIM..][..2 * DIM]);
@@ -89,14 +104,19 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
 }
 
 #[test]
-fn the_last_rows_state_is_kept() {
-    let x = Random::new(4).floats(3 * DIM);
+fn the_states_of_the_last_rows_are_kept() {
+    let x = Random::new(4).floats(4 * DIM);
     let given = Buffer::from_slice(&x);
-    let to = Buffer::from_slice(&vec![7.0; DIM]);
-    for (count, expected) in [(0, &vec![7.0; DIM][..]), (2, &x[DIM..2 * DIM])] {
-        let rows = RowBuffers::sequence(0, count);
+    let row = |row: usize| &x[row * DIM..][..DIM];
+    let none = &vec![7.0; DIM][..];
+    for (sequences, expected) in
+        [(&[][..], [none; 3]), (&[0, 0], [row(1), none, none]), (&[2, 0, 0, 1], [row(2), row(3), row(0)])]
+    {
+        let rows: Vec<(u32, u32, u32)> = sequences.iter().map(|&sequence| (0, 0, sequence)).collect();
+        let rows = RowBuffers::new(&rows);
+        let to = Buffer::from_slice(&vec![7.0; 3 * DIM]);
         let keep = KeepState { rows: rows.rows(), x: given.ptr(), to: to.ptr_mut(), dim: DIM as u32 };
-        run::<eagle::keep_state>([1, 1, 1], 0, 5, keep);
-        assert_eq!(to.as_slice(), expected, "{count} rows");
+        run::<eagle::keep_state>([1, 4, 1], 0, 5, keep);
+        assert_eq!(to.as_slice(), expected.concat(), "{sequences:?}");
     }
 }

@@ -337,7 +337,7 @@ pub(crate) fn masks(matcher: &mut Matcher, drafts: &[u32], vocab_size: usize) ->
 ///
 /// # Errors
 /// [`Error::DraftVocabulary`], with the first that differs.
-pub(crate) fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
+fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
     let Some(id) = model.first_difference(draft) else { return Ok(()) };
     let name = |tokenizer: &Tokenizer| match tokenizer.decode_with_special(&[id]) {
         text if text.is_empty() => "nothing".into(),

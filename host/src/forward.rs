@@ -271,6 +271,17 @@ impl Forward {
         })
     }
 
+    /// Zeroes them, after everything enqueued so far, for a pass that no kernel plans, and gives where it will leave the
+    /// ranks of the best tokens; none where that step was not prepared.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub(crate) fn begin_decode(&mut self) -> Result<Option<Global<u64>>, Error> {
+        let Some(decode) = self.decode.as_mut() else { return Ok(None) };
+        decode.begin()?;
+        Ok(Some(decode.best()))
+    }
+
     /// [`Decode::use_up_flags`], if it was prepared.
     ///
     /// # Errors

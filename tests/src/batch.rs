@@ -1,9 +1,11 @@
 //! Batches for tests: requests that meet, backends arranged for a test, and answers to compare.
 
+use std::ops::ControlFlow;
+
 use host::batch::plan::{Plan, Slot};
-use host::batch::{Answer, Batch, BatchBackend, Costs, Job, Limits, Outcome, Start};
+use host::batch::{Answer, Batch, BatchBackend, BatchOptions, Costs, Job, Limits, Outcome, Start};
 use host::device::Device;
-use host::{Error, Request};
+use host::{DraftCheckpoint, Drafted, Error, LoadOptions, ModelDraft, Request};
 use model::{Checkpoint, Sampling};
 
 use crate::greedy;
@@ -181,4 +183,42 @@ pub fn together(
         rows: counts.rows,
     };
     (answers, happened)
+}
+
+/// Answers of a batch for `checkpoint` that `draft` drafts for, in the order of the requests, and drafts by it.
+///
+/// # Panics
+/// If it fails.
+pub fn drafted_batch(
+    checkpoint: &Checkpoint,
+    draft: &DraftCheckpoint,
+    load: LoadOptions,
+    options: BatchOptions,
+    requests: &[Request],
+) -> (Vec<Vec<u32>>, Drafted) {
+    let load = LoadOptions { draft_model: Some(draft.clone()), ..load };
+    let go_on = &mut |_, _| ControlFlow::Continue(());
+    let mut batch = Batch::load(checkpoint.clone(), load, options, go_on).unwrap_or_else(|e| panic!("{e}"));
+    for (id, request) in (0..).zip(requests) {
+        let job = Job { id, request: request.clone(), logprobs: None };
+        batch.submit(job).unwrap_or_else(|e| panic!("{e}"));
+    }
+    let mut answers = vec![Vec::new(); requests.len()];
+    while !batch.is_idle() {
+        for done in batch.step().unwrap_or_else(|e| panic!("{e}")) {
+            answers[done.id as usize] = done.answer.unwrap_or_else(|e| panic!("{e}")).tokens;
+        }
+    }
+    (answers, batch.metrics().by_model)
+}
+
+/// Three sequences at a time, with so little room that some are put aside, and as little for whoever drafts.
+pub fn crowded(draft: ModelDraft) -> BatchOptions {
+    BatchOptions {
+        sequences: Some(3),
+        cache_tokens: Some(256),
+        draft: Some(draft.into()),
+        draft_rows: 16,
+        ..BatchOptions::default()
+    }
 }

@@ -3,9 +3,9 @@
 
 use std::ops::ControlFlow;
 
-use host::batch::{Batch, BatchOptions, Job};
 use host::device::{Calls, Device, DeviceOptions};
 use host::{DeviceChoice, Draft, Drafted, Engine, Error, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
+use integration_tests::batch::{crowded, drafted_batch};
 use integration_tests::{Shallow, answer, decode_calls, demo, demo_prompts, engine, golden_dir, greedy};
 use model::{Checkpoint, Sampling};
 use rayon::prelude::*;
@@ -148,38 +148,9 @@ fn a_draft_model_keeps_what_it_has_read() {
     }
 }
 
-/// Answers of a batch for `checkpoint` that `draft` drafts for, in the order of the requests, and drafts by the model.
-fn batch(
-    checkpoint: &Checkpoint,
-    draft: &Checkpoint,
-    device: DeviceChoice,
-    options: BatchOptions,
-    requests: &[Request],
-) -> (Vec<Vec<u32>>, Drafted) {
-    let load = LoadOptions { context: Some(128), draft_model: Some(draft.clone().into()), ..LoadOptions::on(device) };
-    let go_on = &mut |_, _| ControlFlow::Continue(());
-    let mut batch = Batch::load(checkpoint.clone(), load, options, go_on).unwrap_or_else(|e| panic!("{e}"));
-    for (id, request) in (0..).zip(requests) {
-        batch.submit(Job { id, request: request.clone(), logprobs: None }).unwrap();
-    }
-    let mut answers = vec![Vec::new(); requests.len()];
-    while !batch.is_idle() {
-        for done in batch.step().unwrap_or_else(|e| panic!("{e}")) {
-            answers[done.id as usize] = done.answer.unwrap_or_else(|e| panic!("{e}")).tokens;
-        }
-    }
-    (answers, batch.metrics().by_model)
-}
-
-/// Three at a time, with so little room that some are put aside, and a draft model's cache that holds one of them.
-fn crowded(draft: ModelDraft) -> BatchOptions {
-    BatchOptions {
-        sequences: Some(3),
-        cache_tokens: Some(256),
-        draft: Some(draft.into()),
-        draft_rows: 16,
-        ..BatchOptions::default()
-    }
+/// A batch there.
+fn on(device: DeviceChoice) -> LoadOptions {
+    LoadOptions { context: Some(128), ..LoadOptions::on(device) }
 }
 
 #[test]
@@ -198,7 +169,9 @@ fn a_batch_on_the_cpu_is_the_same_whichever_model_drafts() {
     let expected: Vec<_> = requests.iter().map(|request| answer(&mut plain, request).tokens).collect();
     let settings = [ALONE, HYBRID, EVERY[4]];
     let found = settings.par_iter().map(|&draft| {
-        let (answers, drafts) = batch(&checkpoint, &shallow, DeviceChoice::Cpu, crowded(draft), &requests);
+        let draft_model = &shallow.clone().into();
+        let (answers, drafts) =
+            drafted_batch(&checkpoint, draft_model, on(DeviceChoice::Cpu), crowded(draft), &requests);
         assert_eq!(answers, expected, "{draft:?}");
         drafts
     });
@@ -206,7 +179,8 @@ fn a_batch_on_the_cpu_is_the_same_whichever_model_drafts() {
     assert!(drafts.accepted > 100 && drafts.accepted < drafts.drafted, "{drafts:?}");
     // Greedily, a model that drafts for itself is never wrong.
     let greedy: Vec<Request> = requests.iter().step_by(2).cloned().collect();
-    let (answers, drafts) = batch(&checkpoint, &checkpoint, DeviceChoice::Cpu, crowded(ALONE), &greedy);
+    let itself = &checkpoint.clone().into();
+    let (answers, drafts) = drafted_batch(&checkpoint, itself, on(DeviceChoice::Cpu), crowded(ALONE), &greedy);
     assert_eq!(answers, expected.iter().step_by(2).cloned().collect::<Vec<_>>());
     assert!(drafts.drafted > 0 && drafts.drafted == drafts.accepted, "{drafts:?}");
 }
@@ -226,7 +200,9 @@ fn a_batch_under_the_emulator_is_the_same_whichever_model_drafts() {
     let mut plain = emulated(&checkpoint, None, &DeviceOptions::default());
     let expected: Vec<_> = requests.iter().map(|request| answer(&mut plain, request).tokens).collect();
     for (name, draft) in [("tied_bf16", ALONE), ("tied_qwen2_bf16", HYBRID)] {
-        let (answers, drafts) = batch(&checkpoint, &golden(name), DeviceChoice::Emulator, crowded(draft), &requests);
+        let model = &golden(name).into();
+        let (answers, drafts) =
+            drafted_batch(&checkpoint, model, on(DeviceChoice::Emulator), crowded(draft), &requests);
         assert_eq!(answers, expected, "{name}");
         assert!(drafts.drafted > 0, "{name}");
         // Only the drawn tokens of one may be none that the model itself would have said.

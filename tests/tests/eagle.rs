@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 
 use host::device::{Calls, Device, DeviceOptions};
 use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
+use integration_tests::batch::{crowded, drafted_batch};
 use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
 use integration_tests::{answer, decode_calls, demo, demo_prompts, golden_dir, greedy, relative_error, repository};
 use model::{Checkpoint, CpuEagle, CpuModel, EagleHead, HiddenStates, Sampling, Taps};
@@ -180,6 +181,55 @@ fn output_on_the_cpu_is_the_same_whatever_the_head_says() {
         let found = Pair::wrong(head).check(&None, &prompt(3), 48, &EVERY);
         let Drafted { drafted, accepted } = found[0];
         assert!(drafted > 100 && accepted * 4 < drafted, "{accepted} of {drafted}");
+    }
+}
+
+/// Drafts by the head of a batch's sequences, with the same answers as without them.
+fn in_a_batch(pair: &Pair, place: &Place, settings: ModelDraft, lengths: &[u32]) -> Drafted {
+    let requests: Vec<Request> = lengths
+        .iter()
+        .zip(0..)
+        .map(|(&length, i)| {
+            let sampling = if i == 3 { sampled(7) } else { Sampling::default() };
+            // As many as two sequences have room for, with what is read of them.
+            let tokens = if place.is_some() { 10 + i } else { 40 + 9 * i };
+            request(&prompt(length + i)[i as usize..], tokens as usize, sampling, None)
+        })
+        .collect();
+    let mut plain = loaded(&pair.checkpoint, None, place);
+    let expected: Vec<_> = requests.iter().map(|request| answer(&mut plain, request).tokens).collect();
+    let device = if place.is_some() { DeviceChoice::Emulator } else { DeviceChoice::Cpu };
+    let load =
+        LoadOptions { options: place.clone().unwrap_or_default(), context: Some(256), ..LoadOptions::on(device) };
+    let head = pair.head.clone().into();
+    let (answers, drafts) = drafted_batch(&pair.checkpoint, &head, load, crowded(settings), &requests);
+    assert_eq!(answers, expected, "{settings:?}");
+    println!("{settings:?}: {drafts:?}");
+    drafts
+}
+
+#[test]
+fn a_batch_on_the_cpu_is_the_same_whatever_the_head_says() {
+    let lengths = [150, 20, 190, 3, 70];
+    for settings in [ALONE, EVERY[4], EVERY[6]] {
+        let Drafted { drafted, accepted } = in_a_batch(&Pair::right(), &None, settings, &lengths);
+        assert!(settings != ALONE || drafted > 100 && accepted * 10 > drafted * 7, "{accepted} of {drafted}");
+    }
+    let Drafted { drafted, accepted } = in_a_batch(&Pair::now_and_then(), &None, ALONE, &lengths);
+    assert!(accepted > 20 && accepted < drafted, "{accepted} of {drafted}");
+    in_a_batch(&Pair::wrong(Head::SPECULATORS), &None, ALONE, &lengths);
+}
+
+#[test]
+fn a_batch_under_the_emulator_is_the_same_whatever_the_head_says() {
+    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    for (options, settings, lengths) in [
+        (DeviceOptions::default(), ALONE, &[140, 20, 3, 70][..]),
+        (DeviceOptions::default(), EVERY[4], &[20, 31]),
+        (portable, ALONE, &[70, 5]),
+    ] {
+        let Drafted { drafted, accepted } = in_a_batch(&Pair::right(), &Some(options), settings, lengths);
+        assert!(settings != ALONE || drafted > 8 && accepted * 10 > drafted * 7, "{accepted} of {drafted}");
     }
 }
 

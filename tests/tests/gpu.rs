@@ -246,7 +246,7 @@ fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
     });
     let requests: Vec<Request> = both.collect();
 
-    let mut engine = load(DraftCheckpoint::Eagle3(head))?;
+    let mut engine = load(head.clone().into())?;
     let expected: Vec<_> = requests.iter().map(|request| answer(&mut engine, request).tokens).collect();
     let compare = |engine: &mut Engine, name: &str, draft: Draft| {
         let mut accepted = 0;
@@ -277,13 +277,22 @@ fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
     drop(engine);
 
     let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
-    let settings = [None, Some(EAGER.into()), Some(alone.into()), Some(ModelDraft { ngram: ngrams, ..alone }.into())];
-    for draft in settings {
+    let (model, head) = (DraftCheckpoint::from(shallow), DraftCheckpoint::from(head));
+    let hybrid = Draft::from(ModelDraft { ngram: ngrams, ..alone });
+    for (draft, by, sequences) in [
+        (None, None, 64),
+        (Some(EAGER.into()), None, 64),
+        (Some(alone.into()), Some(&model), 64),
+        (Some(hybrid), Some(&model), 64),
+        // With more rows a head has no hidden states.
+        (Some(alone.into()), Some(&head), 5),
+        (Some(hybrid), Some(&head), 12),
+    ] {
         // Four rows a sequence, on the average.
-        let options = BatchOptions { sequences: Some(64), draft, draft_rows: 256, ..BatchOptions::default() };
+        let options =
+            BatchOptions { sequences: Some(sequences), draft, draft_rows: 4 * sequences, ..BatchOptions::default() };
         let progress = &mut |_, _| ControlFlow::Continue(());
-        let drafter = matches!(draft, Some(Draft::Model(_))).then_some(&shallow);
-        let backend = GpuBatch::load(&checkpoint, drafter, &Device::cuda(0)?, 256, options, progress)?;
+        let backend = GpuBatch::load(&checkpoint, by, &Device::cuda(0)?, 256, options, progress)?;
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
         if let Some((id, _)) = answers.iter().find(|(id, answer)| answer.tokens != expected[*id]) {
             return Err(format!("request {id} differs in a batch with {draft:?}").into());

@@ -7,7 +7,7 @@ use host::batch::BatchOptions;
 use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source, WeightsMode};
 
-use super::{Answer, Detail, DraftSource, GENERATE_TOKENS, Report, answer, load, report, source, usage, weights};
+use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage, weights};
 use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
@@ -118,9 +118,6 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     let seed = how.seed.unwrap_or(0);
     let mut answer = answer(how, &draft, most.unwrap_or(GENERATE_TOKENS))?;
     answer.seed = seed;
-    if matches!(answer.draft_source, Some(DraftSource::Eagle3(_))) {
-        return Err(usage("a batch takes no drafts from a head yet; use --draft model:MODEL, ngram or none"));
-    }
     let size = args.size;
     let options = BatchOptions {
         sequences: size.sequences,

@@ -478,7 +478,8 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                         embed_elements::<false>(&embed, row, first, stride);
                     }
                     if p.taps.are_wanted() {
-                        embed_each(&embed, row, first, stride, |_, i, x| p.taps.put(&p.work.rows, row, 0, i, x));
+                        let at = (self.sequence(row), self.slot(row));
+                        embed_each(&embed, row, first, stride, |_, i, x| p.taps.put(at, 0, i, x));
                     }
                 }
                 row += 1;

@@ -220,6 +220,20 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         unsafe { if ROWS == TREE { self.first_position() + tree::path(row).depth() } else { self.slot(row) } }
     }
 
+    /// The sequence that a row is of.
+    #[inline(always)]
+    pub unsafe fn sequence(&self, row: u32) -> u32 {
+        // SAFETY: the caller's word.
+        unsafe { self.p.work.rows.sequences.load(if ROWS == SEQUENCES { row as usize } else { 0 }) }
+    }
+
+    /// Whether no later row is of the same sequence.
+    #[inline(always)]
+    pub unsafe fn is_last_of_sequence(&self, row: u32) -> bool {
+        // SAFETY: the caller's word.
+        row + 1 == if ROWS == SEQUENCES { unsafe { sequences::end(row) } } else { self.count }
+    }
+
     /// Where a row's keys and values are put: where it stands, or in a tree its number behind the first row.
     #[inline(always)]
     pub unsafe fn slot(&self, row: u32) -> u32 {
@@ -250,7 +264,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 let (row, kv_head) = (i / each, i % each);
                 let head = p.work.q_heads + kv_head;
                 let (slot, position) = (self.slot(row), self.position(row));
-                let sequence = p.work.rows.sequences.load(if ROWS == SEQUENCES { row as usize } else { 0 });
+                let sequence = self.sequence(row);
                 let to: GlobalMut<bf16> = if kv_head >= p.work.kv_heads {
                     cache.value(sequence, slot, kv_head - p.work.kv_heads)
                 } else {

@@ -1,25 +1,31 @@
 //! A batch on the CPU: `model`'s reference over shared pages.
 
+mod head;
+
 use std::collections::HashSet;
 use std::time::Instant;
 
-use model::{Checkpoint, CpuModel, Fault, KvPages, Row};
+use model::{Checkpoint, CpuModel, Fault, KvPages, Row, Taps};
 use rayon::prelude::*;
 
+use self::head::{HeadBatch, KeptStates};
 use super::backend::{BatchBackend, Logprobs, Outcome, Rate, Start};
 use super::draft::{Drafters, Drafting, Drafts, ModelDrafter};
 use super::limits::{Costs, Limits};
 use super::plan::{self, Page, Plan, Work};
+use super::run::BatchOptions;
 use super::running::Running;
 use crate::Error;
 use crate::cpu::{DRAFT_COST, memory};
-use crate::draft::{Draft, Proposal, masks};
+use crate::draft::{Draft, DraftCheckpoint, Proposal, masks};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
     model: CpuModel,
     limits: Limits,
     drafters: Drafters,
+    /// Of a head: after how many layers hidden states are taken, and where they are kept.
+    states: Option<([usize; 3], KeptStates)>,
     pages: KvPages,
     host: KvPages,
     slots: Vec<Slot>,
@@ -76,15 +82,34 @@ impl CpuBatch {
             model,
             limits,
             drafters: Drafters::new(draft),
+            states: None,
             outcomes: Vec::new(),
         })
     }
 
-    /// With a model that drafts where the settings say so.
-    #[must_use]
-    pub(crate) fn drafted_by(mut self, model: ModelDrafter) -> Self {
-        self.drafters.model = Some(model);
-        self
+    /// With a model or a head that drafts for `checkpoint` where the settings say so.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), of the model that drafts; a head that was made for another model.
+    pub(super) fn drafted_by(
+        mut self,
+        checkpoint: &Checkpoint,
+        draft: &DraftCheckpoint,
+        options: &BatchOptions,
+    ) -> Result<Self, Error> {
+        let limits = options.of_drafter(None).cpu_limits(draft.config(), self.limits.context);
+        let of_draft = |error| Error::DraftModel(Box::new(error));
+        let backend: Box<dyn BatchBackend> = match draft {
+            DraftCheckpoint::Model(draft) => Box::new(Self::new(draft, limits, None).map_err(of_draft)?),
+            DraftCheckpoint::Eagle3(head) => {
+                let states = KeptStates::default();
+                self.states = Some((head.taps(&checkpoint.config)?, states.clone()));
+                let sizes = [limits.context, limits.sequences as usize];
+                Box::new(HeadBatch::new(head, checkpoint, states, sizes).map_err(of_draft)?)
+            }
+        };
+        self.drafters.model = Some(ModelDrafter::new(backend, &checkpoint.config, draft, 0));
+        Ok(self)
     }
 
     /// Moves pages and takes note of who is where.
@@ -158,9 +183,26 @@ impl BatchBackend for CpuBatch {
         let wanted = rows.iter().filter(|row| row.logits).count();
         self.logits.resize(self.logits.len().max(wanted * vocab), 0.0);
         let logits = &mut self.logits[..wanted * vocab];
-        let faults = self.model.forward_rows(&rows, &mut self.pages, logits)?;
-        let count = rows.len();
+        let are_kept = plan.work.len() < self.limits.draft_rows as usize;
+        let kept = self.states.as_ref().filter(|_| are_kept);
+        let mut states = Vec::new();
+        let taps = kept.map(|(after, _)| Taps { after, states: &mut states });
+        let faults = self.model.forward_rows(&rows, &mut self.pages, logits, taps)?;
+        let (count, mut row) = (rows.len(), 0);
         drop(rows);
+        let each = states.len() / count.max(1);
+        for (work, drafts) in plan.work.iter().zip(&drafts) {
+            let positions = work.start as usize..(work.start + work.rows) as usize + drafts.count;
+            if let Some((_, kept)) = kept {
+                for position in positions.clone() {
+                    kept.put(work.slot, position, &states[row * each..][..each]);
+                    row += 1;
+                }
+            }
+            if let Some(model) = &mut self.drafters.model {
+                model.note_states(work.slot, positions, kept.is_some());
+            }
+        }
 
         // Each sequence's slot with its drafts and its rows of logits.
         let mut slots: Vec<Option<&mut Slot>> = self.slots.iter_mut().map(Some).collect();

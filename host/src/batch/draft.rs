@@ -6,7 +6,7 @@ mod model;
 use gpu_kernels::drafting;
 use rayon::prelude::*;
 
-pub(crate) use self::model::{ModelDrafter, Wanted};
+pub(crate) use self::model::{ModelDrafter, WINDOW, Wanted};
 use super::plan::{Plan, Slot, Work};
 use super::running::Running;
 use crate::Error;

@@ -10,6 +10,7 @@
 
 mod checked;
 mod enqueue;
+mod head;
 mod lists;
 mod load;
 mod masking;
@@ -220,6 +221,19 @@ impl GpuBatch {
         self.forward.config().vocab_size
     }
 
+    /// Has the passes of a step leave hidden states where a head may draft from them, and notes of which rows they do.
+    fn note_states(&mut self, plan: &Plan, passes: &[RowPass]) {
+        let Some(model) = self.drafters.model.as_mut().filter(|model| model.is_head()) else { return };
+        let wanted = plan.work.len() < self.limits.draft_rows as usize;
+        self.forward.want_states(wanted);
+        for pass in passes {
+            let are_left = wanted && (pass.prompt || self.forward.leaves_states(pass.len() as u32));
+            for (slot, positions) in pass.runs() {
+                model.note_states(slot, positions, are_left);
+            }
+        }
+    }
+
     /// Looks for drafts of the sequences that a step has brought tokens to, if there may be room for any.
     fn look_for_drafts(&mut self, step: &UnderWay) {
         let fit = step.work.len() < self.limits.draft_rows as usize;
@@ -299,6 +313,7 @@ impl BatchBackend for GpuBatch {
 
         checked::check_rows(&rows, &self.limits, self.choices);
         let cut: Vec<RowPass> = cut(&rows, self.widths);
+        self.note_states(plan, &cut);
         let changes = self.list_changes(plan, &cut)?;
         let mut passes: Vec<Ready> = Vec::new();
         let turn = self.turn;

@@ -7,14 +7,13 @@ use model::{Checkpoint, Config};
 
 use super::backend::{BatchBackend, Logprobs, Start};
 use super::cpu::CpuBatch;
-use super::draft::ModelDrafter;
 use super::gpu::GpuBatch;
 use super::limits::{Counts, Limits};
 use super::plan::SequenceId;
 use super::steps::{Sequences, Steps};
 use super::{Outcome, PAGE_TOKENS};
 use crate::backend::Drafted;
-use crate::draft::{Draft, DraftCheckpoint, check_vocabularies};
+use crate::draft::Draft;
 use crate::engine::Text;
 use crate::{Error, Finish, LoadOptions, Progress, Request};
 
@@ -73,7 +72,7 @@ impl BatchOptions {
     }
 
     /// The limits of a CPU.
-    fn cpu_limits(&self, config: &Config, context: usize) -> Limits {
+    pub(super) fn cpu_limits(&self, config: &Config, context: usize) -> Limits {
         let sequences = self.sequences.unwrap_or(Self::CPU_SEQUENCES).clamp(1, Self::MOST_SEQUENCES);
         let one = context.div_ceil(PAGE_TOKENS);
         let room = Self::CPU_CACHE / (config.kv_bytes_per_token(size_of::<f32>()) * PAGE_TOKENS).max(1);
@@ -225,15 +224,9 @@ impl Batch {
         if let Some(draft) = &options.draft {
             draft.check()?;
         }
-        let draft = match &load.draft_model {
-            None => None,
-            Some(DraftCheckpoint::Model(draft)) => Some(draft),
-            Some(DraftCheckpoint::Eagle3(_)) => {
-                return Err(Error::Draft { what: "a batch takes no drafts from a head".into() });
-            }
-        };
+        let draft = load.draft_model.as_ref();
         if let Some(draft) = draft {
-            check_vocabularies(&checkpoint.tokenizer, &draft.tokenizer)?;
+            draft.check_for(&checkpoint)?;
         }
         let context = load.context_for(&checkpoint.config)?;
         let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
@@ -243,12 +236,7 @@ impl Batch {
                 let backend = CpuBatch::new(&checkpoint, limits, options.draft)?;
                 match draft {
                     None => Box::new(backend),
-                    Some(draft) => {
-                        let limits = options.of_drafter(None).cpu_limits(&draft.config, context);
-                        let of_draft = |error| Error::DraftModel(Box::new(error));
-                        let drafter = CpuBatch::new(draft, limits, None).map_err(of_draft)?;
-                        Box::new(backend.drafted_by(ModelDrafter::new(Box::new(drafter), &checkpoint.config, draft, 0)))
-                    }
+                    Some(draft) => Box::new(backend.drafted_by(&checkpoint, draft, &options)?),
                 }
             }
         };

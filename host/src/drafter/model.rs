@@ -15,7 +15,7 @@ use crate::Error;
 use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
 use crate::draft::{Draft, ModelDraft, pass_cost, pass_share};
-use crate::forward::{Begin, Forward, HeadWeights, RowOutput};
+use crate::forward::{Begin, Capacity, Forward, HeadWeights, Pass, RowOutput, RowsOf};
 use crate::gpu::RING;
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
@@ -60,7 +60,8 @@ impl Passes {
     pub(crate) fn of_head(mut head: HeadWeights, model: &Forward) -> Result<Self, Error> {
         let targets = std::mem::replace(&mut head.targets, model.device().zeroed(0)?);
         let parameters = head.pass_parameters;
-        Ok(Self::Head(Head { targets, parameters, forward: Forward::of_head(head, model)? }))
+        let room = Capacity::single(model.capacity());
+        Ok(Self::Head(Head { targets, parameters, forward: Forward::of_head(head, model, room)? }))
     }
 
     /// The model, if they are one's.
@@ -198,12 +199,17 @@ impl ModelDrafter {
             // SAFETY: the history holds the prompt, and the rows have room; the states are there by the caller's word.
             unsafe {
                 self.forward.device().launch::<step::plan_prompt>(1, 0, plan)?;
-                let begin = Begin::OfModel(states);
-                self.forward.enqueue_head_pass(begin, count as u32, (start + count) as u32, RowOutput::None)?;
+                let pass = self.pass(count as u32, (start + count) as u32, RowOutput::None);
+                self.forward.enqueue_head_pass(Begin::OfModel(states), &pass, RowsOf::OneSequence)?;
             }
         }
         self.cached = prompt[..=end].to_vec();
         Ok(())
+    }
+
+    /// A pass over the rows that are planned by then, at most so many, at positions below `end`.
+    fn pass(&self, most_rows: u32, end: u32, output: RowOutput) -> Pass {
+        Pass { rows: self.forward.rows(), most_rows, end, tiles: None, output }
     }
 
     /// Enqueues passes over the prompt, if there is one that was not read.
@@ -297,7 +303,8 @@ impl ModelDrafter {
             match at.forward.states() {
                 Some(states) if self.is_head() => {
                     let begin = if number == 0 { Begin::OfModel(states) } else { Begin::Own };
-                    self.forward.enqueue_head_pass(begin, most_rows, end, RowOutput::LogitsFrom(0))?;
+                    let pass = self.pass(most_rows, end, RowOutput::LogitsFrom(0));
+                    self.forward.enqueue_head_pass(begin, &pass, RowsOf::OneSequence)?;
                 }
                 _ => self.forward.enqueue_decode(most_rows, end)?,
             }

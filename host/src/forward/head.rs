@@ -59,7 +59,7 @@ pub(super) struct Pairs {
     fused: Buffer<f32>,
     /// `[rows, 2 · hidden]` what the projections read.
     pairs: Buffer<bf16>,
-    /// `[hidden]` the head's own of its last row.
+    /// `[sequences, hidden]` the head's own of each sequence's last row.
     own: Buffer<f32>,
 }
 
@@ -69,7 +69,7 @@ impl Pairs {
         self.pairs.ptr()
     }
 
-    /// Where the hidden state of a pass's last row goes.
+    /// Where the hidden states of a pass's last rows go.
     pub(super) fn own(&self) -> GlobalMut<f32> {
         self.own.ptr_mut()
     }
@@ -80,7 +80,7 @@ impl Pairs {
 pub(crate) enum Begin {
     /// The model's hidden states of their positions.
     OfModel(States),
-    /// The head's own of its last row: one row.
+    /// The head's own of the last row of each sequence: one row of each.
     Own,
 }
 
@@ -101,6 +101,15 @@ impl HeadWeights {
         let prompt_rows = if has_prefill { prefill::rows(capacity) } else { MAX_ROWS as usize };
         let rows = (MAX_ROWS as usize * hidden * 14) as u64 + Forward::states_bytes(prompt_rows, hidden);
         Footprint { weights: weights + 2 * more as u64, working: working + rows, of_e4m3: 0 }
+    }
+
+    /// Bytes beside its weights that a batch of so many sequences of up to `context` tokens takes, with so many pages.
+    pub(crate) fn batch_bytes(&self, context: usize, sequences: usize, pages: usize) -> u64 {
+        let room = Capacity::batch(context, sequences, pages, MAX_ROWS as usize);
+        let of_rows = room.rows * self.config.hidden_size * 14 + sequences * self.config.hidden_size * 4;
+        // Packed weights of the decode kernel are no more than the weights.
+        let packed = 2 * self.weights.stream.weights().len();
+        Footprint::of_room(&self.config, &room, None).working + (of_rows + packed) as u64
     }
 
     /// Memory for the matrices of a head with this config.
@@ -173,53 +182,48 @@ impl HeadWeights {
 
 impl Forward {
     /// Allocates everything for a head that drafts for `model`, whose embedding it reads unless it has its own: `model`
-    /// is to live as long.
+    /// is to live as long. Of one sequence pages lie in order; of several their tables are for the caller to fill in.
     ///
     /// # Errors
     /// As [`with_room`](Self::with_room).
-    pub(crate) fn of_head(head: HeadWeights, model: &Self) -> Result<Self, Error> {
+    pub(crate) fn of_head(head: HeadWeights, model: &Self, room: Capacity) -> Result<Self, Error> {
         let HeadWeights { config, weights, vocab, inputs, .. } = head;
-        let (device, hidden, rows) = (model.device.clone(), config.hidden_size, MAX_ROWS as usize);
+        let (device, hidden, rows) = (model.device.clone(), config.hidden_size, room.rows);
         let pairs = Pairs {
             table: inputs.embed.as_ref().unwrap_or(&model.weights.embed).ptr(),
             vocab,
             gathered: device.zeroed(rows * STATES as usize * hidden)?,
             fused: device.zeroed(rows * hidden)?,
             pairs: device.zeroed(rows * 2 * hidden)?,
-            own: device.zeroed(hidden)?,
+            own: device.zeroed(room.sequences * hidden)?,
             inputs,
         };
-        let room = Capacity::single(model.capacity());
         let mut forward = Self::with_inputs(&device, &config, weights, room, Some(pairs))?;
-        let tables: Vec<u32> = (0..pages(room.context) as u32).collect();
-        forward.set_page_tables(&tables)?;
+        if room.sequences == 1 {
+            let tables: Vec<u32> = (0..pages(room.context) as u32).collect();
+            forward.set_page_tables(&tables)?;
+        }
         Ok(forward)
     }
 
-    /// Enqueues a pass of a head over the rows that [`rows`](Self::rows) hold by then: at most `most_rows`, at
-    /// positions below `end`. If all logits are wanted, it is the step in one launch where that was
+    /// Enqueues a pass of a head. If all logits are wanted, it is the step in one launch where that was
     /// [prepared](Self::prepare_decode).
     ///
     /// # Safety
-    /// This is a head, and [its counters](Self::counters) are zero by then if all logits are wanted. Where the
-    /// rows begin with the model's hidden states, those of their positions are there.
+    /// As [`enqueue_rows`](Self::enqueue_rows), and rows are to each other what is said; this is a head, and [its
+    /// counters](Self::counters) are zero by then if all logits are wanted. Where the rows begin with the model's hidden
+    /// states, those of their positions are there.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
     /// As [`enqueue`](Self::enqueue).
-    pub(crate) unsafe fn enqueue_head_pass(
-        &self,
-        begin: Begin,
-        most_rows: u32,
-        end: u32,
-        output: RowOutput,
-    ) -> Result<(), Error> {
-        self.check_room(most_rows as usize, end as usize);
+    pub(crate) unsafe fn enqueue_head_pass(&self, begin: Begin, pass: &Pass, rows: RowsOf) -> Result<(), Error> {
+        let &Pass { most_rows, output, .. } = pass;
+        self.check_room(most_rows as usize, pass.end as usize);
         output.check(most_rows as usize);
         let pairs = self.pairs.as_ref().expect("a head");
-        let pass = Pass { rows: self.rows(), most_rows, end, tiles: None, output };
         let (c, dim) = (&self.config, self.config.hidden_size as u32);
         let is_whole = most_rows <= MAX_DECODE_ROWS && output == RowOutput::LogitsFrom(0);
         let decode = self.decode().filter(|_| is_whole);
@@ -227,7 +231,7 @@ impl Forward {
         // states; the caller's word for the states.
         unsafe {
             let hidden = match begin {
-                Begin::OfModel(states) => self.enqueue_fc(pairs, &pass, states)?,
+                Begin::OfModel(states) => self.enqueue_fc(pairs, pass, states)?,
                 Begin::Own => pairs.own.ptr(),
             };
             let make = MakePairs {
@@ -243,14 +247,15 @@ impl Forward {
                 dim,
                 eps: c.rms_norm_eps,
                 norm_before_residual: pairs.inputs.norm_before_residual.into(),
+                own: matches!(begin, Begin::Own).into(),
             };
             self.device.launch::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
             if let Some(decode) = decode {
-                return self.enqueue_decode_kernel(decode, pass.rows, (most_rows, RowsOf::OneSequence));
+                return self.enqueue_decode_kernel(decode, pass.rows, (most_rows, rows));
             }
-            self.enqueue_layers(&pass)?;
+            self.enqueue_layers(pass)?;
             let keep = KeepState { rows: pass.rows, x: self.residual.ptr(), to: pairs.own(), dim };
-            self.device.launch::<eagle::keep_state>(1, 0, keep)
+            self.device.launch::<eagle::keep_state>((1, most_rows), 0, keep)
         }
     }
 

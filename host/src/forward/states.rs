@@ -16,13 +16,14 @@ pub(crate) struct HiddenStates {
     states: Buffer<bf16>,
     slots: u32,
     dim: u32,
+    sequences: u32,
     /// Whether passes leave theirs.
     wanted: bool,
 }
 
 impl HiddenStates {
     fn states(&self) -> States {
-        States { states: self.states.ptr_mut(), slots: self.slots, dim: self.dim }
+        States { states: self.states.ptr_mut(), slots: self.slots, dim: self.dim, sequences: self.sequences }
     }
 
     /// All of them, slot by slot.
@@ -41,8 +42,8 @@ impl HiddenStates {
     /// Enqueues the copy of the residual stream `x` after so many `layers`, if it is one of them.
     ///
     /// # Safety
-    /// `x` holds the residual stream of at most `most_rows` `rows`, of one sequence, of which there are no more than
-    /// slots.
+    /// `x` holds the residual stream of at most `most_rows` `rows`, of which those of a sequence lie together, at
+    /// consecutive positions.
     pub(crate) unsafe fn take(
         &self,
         device: &Device,
@@ -79,10 +80,18 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub(crate) fn keep_states(&mut self, after: [usize; 3]) -> Result<(), Error> {
         let rows = self.prefill().map_or(MAX_ROWS as usize, crate::prefill::Prefill::capacity);
-        let (slots, hidden) = (rows + Self::SPARE_SLOTS, self.config.hidden_size);
-        let states = self.device.zeroed(slots * STATES as usize * hidden)?;
-        let (slots, dim) = (slots as u32, hidden as u32);
-        self.states = Some(HiddenStates { after, states, slots, dim, wanted: false });
+        self.keep_states_of(after, [1, rows + Self::SPARE_SLOTS])
+    }
+
+    /// The same of so many sequences, those with the lowest numbers, and so many of their last positions.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub(crate) fn keep_states_of(&mut self, after: [usize; 3], [sequences, slots]: [usize; 2]) -> Result<(), Error> {
+        let hidden = self.config.hidden_size;
+        let states = self.device.zeroed(sequences * slots * STATES as usize * hidden)?;
+        let [slots, dim, sequences] = [slots, hidden, sequences].map(|count| count as u32);
+        self.states = Some(HiddenStates { after, states, slots, dim, sequences, wanted: false });
         Ok(())
     }
 
@@ -91,6 +100,16 @@ impl Forward {
         if let Some(states) = &mut self.states {
             states.wanted = wanted;
         }
+    }
+
+    /// Where hidden states are kept, wanted now or not.
+    pub(crate) fn kept_states(&self) -> Option<States> {
+        self.states.as_ref().map(HiddenStates::states)
+    }
+
+    /// Whether a pass over so many rows of what is generated leaves its hidden states, where they are wanted.
+    pub(crate) fn leaves_states(&self, rows: u32) -> bool {
+        self.batched.is_none() || super::is_for_few(rows) && self.decode().is_some()
     }
 
     /// The hidden states of the last positions that passes have run, where they leave them.

@@ -286,8 +286,14 @@ impl CpuModel {
     ///
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::PageMissing`], or [`Error::LogitsBuffer`] if `logits` has another size.
-    pub fn forward_rows(&self, rows: &[Row<'_>], pages: &mut KvPages, logits: &mut [f32]) -> Result<Vec<Fault>, Error> {
-        self.rows(rows, pages, logits, None)
+    pub fn forward_rows(
+        &self,
+        rows: &[Row<'_>],
+        pages: &mut KvPages,
+        logits: &mut [f32],
+        taps: Option<Taps<'_>>,
+    ) -> Result<Vec<Fault>, Error> {
+        self.rows(rows, pages, logits, taps)
     }
 
     fn rows(

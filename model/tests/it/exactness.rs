@@ -81,7 +81,7 @@ proptest! {
                 break;
             }
             let mut logits = vec![f32::NAN; rows.len() * VOCAB];
-            model.forward_rows(&rows, &mut pages, &mut logits).unwrap();
+            model.forward_rows(&rows, &mut pages, &mut logits, None).unwrap();
             for (s, row) in owners.iter().zip(logits.chunks_exact(VOCAB)) {
                 found[*s].extend(row.iter().map(|l| l.to_bits()));
             }

@@ -75,7 +75,7 @@ fn a_row_that_is_not_finite_is_of_its_own_sequence() {
     let row = |token, position, pages, logits| Row { token, position, pages, logits };
     let rows = [row(1, 0, &[0], false), row(2, 1, &[0], true), row(1, 0, &[1], false), row(7, 1, &[1], true)];
     let mut logits = vec![0.0; 2 * vocab];
-    let faults = model.forward_rows(&rows, &mut pages, &mut logits).unwrap();
+    let faults = model.forward_rows(&rows, &mut pages, &mut logits, None).unwrap();
     assert_eq!(&logits[..vocab], &expected[..]);
     match (&faults[..], alone(&[1, 7])) {
         ([Fault { row: 3, position: 1, place }], Err(Error::OutputNotFinite { what, position: 1 })) => {

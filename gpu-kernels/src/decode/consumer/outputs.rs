@@ -175,10 +175,11 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     };
                     if valid && part.matrix == Matrix::Down {
                         if p.taps.are_wanted() {
-                            p.taps.put(&p.work.rows, row, part.index / 4 + 1, feature, x);
+                            p.taps.put((self.sequence(row), self.slot(row)), part.index / 4 + 1, feature, x);
                         }
-                        if p.eagle.is_wanted() && row + 1 == self.count {
-                            p.eagle.own.store(feature as usize, x);
+                        if p.eagle.is_wanted() && self.is_last_of_sequence(row) {
+                            let at = self.sequence(row) * p.work.residual.dim + feature;
+                            p.eagle.own.store(at as usize, x);
                         }
                     }
                 }

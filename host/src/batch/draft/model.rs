@@ -1,4 +1,4 @@
-//! Drafts of a batch's sequences by a model: a batch of its own, with slots and pages of its own, whose sequences follow
+//! Drafts of a batch's sequences by a model or a head: a batch of its own, with pages of its own, whose sequences follow
 //! the text of those that they draft for.
 //!
 //! A proposal is a chain of tokens for each sequence, a pass over the draft model for each place in it: the first runs
@@ -9,12 +9,16 @@
 //! A model whose drafts are hopeless is asked for one token every [`REST`] steps, twice as long each time that this
 //! changes nothing: a trial costs no row. A sequence for which there is no room, or that has a token which the draft
 //! model does not know, has no drafts by it. Neither changes the text.
+//!
+//! A head's rows are made of hidden states that the model's passes leave: those of a sequence's last [`WINDOW`] positions,
+//! as long as steps leave any without a gap. So a head knows of a sequence what comes after some place in its text.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use gpu_kernels::drafting::{self, Cost, ONE};
 use gpu_kernels::step::MAX_DECODE_ROWS;
-use model::{Checkpoint, Config, Sampling};
+use model::{Config, Sampling};
 
 use crate::Error;
 use crate::backend::common_prefix;
@@ -22,7 +26,7 @@ use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Start};
 use crate::batch::plan::{Page, Plan, Slot, Started, TableEntry, Work};
 use crate::batch::running::Running;
-use crate::draft::{ModelDraft, learned, pass_bytes, pass_share};
+use crate::draft::{DraftCheckpoint, ModelDraft, learned, pass_bytes, pass_share};
 
 /// Steps without a pass, where none is worth it, before one comes all the same.
 const REST: u32 = 16;
@@ -49,13 +53,19 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// A draft model with its batch.
+/// Positions of a sequence whose hidden states are kept for a head.
+pub(crate) const WINDOW: usize = 128;
+
+/// A draft model or a head with its batch.
 pub(crate) struct ModelDrafter {
     backend: Box<dyn BatchBackend>,
     /// Tokens that both models know.
     vocab: u32,
     /// What a pass takes beside a step of the model of one row.
     pass: u32,
+    /// Of a head: of which positions hidden states are there, by slot.
+    states: Option<HashMap<Slot, Range<usize>>>,
+    /// None of a head, whose sequences have the model's slots.
     free_slots: Vec<Slot>,
     free_pages: Vec<Page>,
     /// By slot of the batch that is drafted for.
@@ -71,6 +81,8 @@ pub(crate) struct ModelDrafter {
 struct Follower {
     slot: Slot,
     pages: Vec<Page>,
+    /// Tokens of the model's sequence that its own text does not have, the first ones: what follows counts its tokens.
+    skipped: usize,
     /// Tokens of the sequence when drafts were last proposed, and those.
     known: usize,
     chain: Vec<u32>,
@@ -88,6 +100,8 @@ struct Chain<'a> {
     of: usize,
     wanted: Wanted<'a>,
     slot: Slot,
+    /// The text.
+    text: &'a [u32],
     /// Whether the draft model takes its sequence up.
     starts: bool,
     /// The backend does not know these yet.
@@ -102,26 +116,67 @@ struct Chain<'a> {
 impl ModelDrafter {
     /// With a `backend` that runs `draft`, and has no drafts of its own, for a model of this `config`; where a layer takes
     /// as long as reading `layer_bytes` would, beside reading its weights.
-    pub(crate) fn new(backend: Box<dyn BatchBackend>, config: &Config, draft: &Checkpoint, layer_bytes: u64) -> Self {
+    pub(crate) fn new(
+        backend: Box<dyn BatchBackend>,
+        config: &Config,
+        draft: &DraftCheckpoint,
+        layer_bytes: u64,
+    ) -> Self {
         let limits = backend.limits();
+        // Several rows pass a grid barrier behind each matrix.
+        let of_layer = 2 * layer_bytes;
+        let (vocab, bytes, is_head) = match draft {
+            DraftCheckpoint::Model(draft) => (draft.config.vocab_size, pass_bytes(&draft.config, of_layer), false),
+            DraftCheckpoint::Eagle3(head) => (config.vocab_size, 2 * head.pass_parameters() as u64 + of_layer, true),
+        };
         Self {
+            states: is_head.then(HashMap::new),
             free_slots: (0..limits.sequences).rev().collect(),
             free_pages: (0..limits.pages).rev().collect(),
             followers: HashMap::new(),
             usual: drafting::UNTRIED,
             rest: 0,
             rests: REST,
-            vocab: config.vocab_size.min(draft.config.vocab_size) as u32,
-            // Several rows pass a grid barrier behind each matrix.
-            pass: pass_share(config, pass_bytes(&draft.config, 2 * layer_bytes), layer_bytes),
+            vocab: config.vocab_size.min(vocab) as u32,
+            pass: pass_share(config, bytes, layer_bytes),
             backend,
         }
     }
 
+    /// Whether it drafts from the model's hidden states.
+    pub(crate) const fn is_head(&self) -> bool {
+        self.states.is_some()
+    }
+
+    /// Rows at these positions of the sequence in a slot run, and leave their hidden states or not.
+    pub(crate) fn note_states(&mut self, slot: Slot, positions: Range<usize>, are_left: bool) {
+        let Some(states) = &mut self.states else { return };
+        if !are_left {
+            states.remove(&slot);
+            return;
+        }
+        let there = states.entry(slot).or_insert(positions.start..positions.start);
+        if positions.start > there.end || positions.start < there.start {
+            there.start = positions.start;
+        }
+        there.end = positions.end;
+        there.start = there.start.max(there.end.saturating_sub(WINDOW));
+    }
+
     /// The sequence in a slot has left.
     pub(crate) fn forget(&mut self, slot: Slot) {
+        self.leave(slot);
+        if let Some(states) = &mut self.states {
+            states.remove(&slot);
+        }
+    }
+
+    /// Follows the sequence in a slot no longer.
+    fn leave(&mut self, slot: Slot) {
         if let Some(follower) = self.followers.remove(&slot) {
-            self.free_slots.push(follower.slot);
+            if !self.is_head() {
+                self.free_slots.push(follower.slot);
+            }
             self.free_pages.extend(follower.pages);
         }
     }
@@ -163,7 +218,7 @@ impl ModelDrafter {
         self.run(&mut begun)?;
         for chain in begun {
             if let Some(follower) = self.followers.get_mut(&chain.wanted.slot) {
-                follower.known = chain.wanted.running.history.len();
+                follower.known = chain.text.len();
                 follower.cached = follower.known;
                 follower.is_behind = chain.tokens.len() == chain.length;
                 follower.chain.clone_from(&chain.tokens);
@@ -180,7 +235,7 @@ impl ModelDrafter {
         if chain.is_empty() {
             return;
         }
-        let new = &wanted.running.history[follower.known..];
+        let new = &wanted.running.history[follower.skipped + follower.known..];
         follower.acceptance = learned(follower.acceptance, &chain, new);
         self.usual = drafting::mean(self.usual, follower.acceptance);
         let ran = &chain[..chain.len() - usize::from(follower.is_behind)];
@@ -242,37 +297,53 @@ impl ModelDrafter {
         best
     }
 
+    /// Where the text of a new follower begins, and its slot; none if there is no room.
+    fn place(&mut self, slot: Slot, length: usize) -> Option<(usize, Slot)> {
+        let Some(states) = &self.states else { return Some((0, self.free_slots.pop()?)) };
+        // Hidden states are found by their positions in this text, too.
+        let first = states.get(&slot)?.start.next_multiple_of(WINDOW);
+        (first + 2 <= length && slot < self.backend.limits().sequences).then_some((first + 1, slot))
+    }
+
+    /// Whether the hidden states of the rows that a follower's cache lacks are there, if it needs any.
+    fn can_go_on(&self, slot: Slot) -> bool {
+        let (Some(states), Some(follower)) = (&self.states, self.followers.get(&slot)) else { return true };
+        states.get(&slot).is_some_and(|there| there.start < follower.skipped + follower.cached)
+    }
+
     /// Begins a sequence's chain of at most so many drafts; none if there is no room, or it has a token that the draft
     /// model does not know.
     fn begin<'a>(&mut self, of: usize, wanted: Wanted<'a>, depth: u32) -> Option<Chain<'a>> {
         let history = &wanted.running.history;
-        let cached = self.followers.get(&wanted.slot).map_or(0, |follower| follower.cached);
-        if history[cached..].iter().any(|&token| token >= self.vocab) {
-            return None;
+        if !self.can_go_on(wanted.slot) {
+            self.leave(wanted.slot);
         }
         let is_new = !self.followers.contains_key(&wanted.slot);
         if is_new {
-            let (slot, acceptance) = (self.free_slots.pop()?, self.usual);
+            let ((skipped, slot), acceptance) = (self.place(wanted.slot, history.len())?, self.usual);
             let (pages, chain) = (Vec::new(), Vec::new());
-            let follower = Follower { slot, pages, known: 0, chain, is_behind: false, cached, acceptance };
+            let follower = Follower { slot, pages, skipped, known: 0, chain, is_behind: false, cached: 0, acceptance };
             self.followers.insert(wanted.slot, follower);
         }
         let length = depth.min(wanted.most) as usize;
         let follower = self.followers.get_mut(&wanted.slot)?;
-        let lacks = (history.len() + length - 1).div_ceil(PAGE_TOKENS).saturating_sub(follower.pages.len());
-        let Some(left) = self.free_pages.len().checked_sub(lacks) else {
-            self.forget(wanted.slot);
+        let text = &history[follower.skipped..];
+        let lacks = (text.len() + length - 1).div_ceil(PAGE_TOKENS).saturating_sub(follower.pages.len());
+        let is_known = text[follower.cached..].iter().all(|&token| token < self.vocab);
+        let Some(left) = self.free_pages.len().checked_sub(lacks).filter(|_| is_known) else {
+            self.leave(wanted.slot);
             return None;
         };
-        let starts = is_new || history.len() - cached > MOST_LAG;
+        let starts = is_new || text.len() - follower.cached > MOST_LAG;
         let first_page = if starts { 0 } else { follower.pages.len() };
         follower.pages.extend(self.free_pages.drain(left..));
         let entry = |(index, &page): (usize, &Page)| TableEntry { slot: follower.slot, index: index as u32, page };
         let tables = follower.pages.iter().enumerate().skip(first_page).map(entry).collect();
         if !starts {
-            self.backend.rewrite(follower.slot, follower.known, &history[follower.known..]);
+            self.backend.rewrite(follower.slot, follower.known, &text[follower.known..]);
         }
-        Some(Chain { of, wanted, slot: follower.slot, cached, starts, tables, length, tokens: Vec::new() })
+        let (slot, cached) = (follower.slot, follower.cached);
+        Some(Chain { of, wanted, slot, text, cached, starts, tables, length, tokens: Vec::new() })
     }
 
     /// Tells the backend of the pages of `chains` and of the sequences that start, and runs what their caches lack of
@@ -290,7 +361,7 @@ impl ModelDrafter {
         }
         let mut rows = 0;
         for chain in chains.iter_mut().filter(|chain| chain.starts) {
-            let newest = chain.wanted.running.history.len() - 1;
+            let newest = chain.text.len() - 1;
             while chain.cached < newest {
                 let count = (newest - chain.cached).min(most - rows);
                 plan.work.push(chain.work(count, false));
@@ -337,11 +408,10 @@ impl ModelDrafter {
 impl<'a> Chain<'a> {
     /// How its sequence starts: what is older than the newest token is read as a prompt.
     fn start(&self) -> Start<'a> {
-        let Running { history, max_length, .. } = self.wanted.running;
         Start {
-            tokens: history,
-            prompt: history.len() - 1,
-            max_length: *max_length,
+            tokens: self.text,
+            prompt: self.text.len() - 1,
+            max_length: self.wanted.running.max_length,
             sampling: Sampling::default(),
             stop_tokens: &[],
             logprobs: None,
@@ -356,7 +426,7 @@ impl<'a> Chain<'a> {
 
     /// The rows of its next pass: up to the newest token, and then one after another.
     fn next(&mut self) -> Work {
-        let work = self.work(self.wanted.running.history.len().saturating_sub(self.cached).max(1), true);
+        let work = self.work(self.text.len().saturating_sub(self.cached).max(1), true);
         self.cached += work.rows as usize;
         work
     }

@@ -1,15 +1,19 @@
 //! A batch on a device as it is loaded, with whatever drafts for it.
 
-use model::{Checkpoint, Config};
+use gpu_kernels::step::MAX_DECODE_ROWS;
+use model::Checkpoint;
 
 use super::GpuBatch;
+use super::head::HeadBatch;
 use super::sizes::{BatchSizes, SPARE};
+use crate::batch::backend::BatchBackend;
 use crate::batch::cpu::check_memory;
-use crate::batch::draft::ModelDrafter;
+use crate::batch::draft::{ModelDrafter, WINDOW};
 use crate::batch::{BatchOptions, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
-use crate::forward::{Footprint, Forward};
+use crate::draft::DraftCheckpoint;
+use crate::forward::{Footprint, Forward, HeadWeights};
 use crate::quantized::Kept;
 use crate::tuning::DRAFT_LAYER_BYTES;
 use crate::weights::DeviceWeights;
@@ -18,7 +22,7 @@ use crate::{Error, Progress};
 /// A draft model's cache takes at most one part in so many of the memory that the weights leave, or holds one sequence.
 const DRAFTER_SHARE: u64 = 8;
 
-/// The least that a draft model with its batch takes.
+/// The least that a draft model or a head with its batch takes.
 #[derive(Clone, Copy)]
 struct LeastDrafter {
     weights: u64,
@@ -27,14 +31,23 @@ struct LeastDrafter {
 
 impl LeastDrafter {
     /// In a batch of sequences of up to `context` tokens.
-    fn of(draft: &Checkpoint, device: &Device, context: usize, options: &BatchOptions) -> Result<Self, Error> {
+    fn of(draft: &DraftCheckpoint, device: &Device, context: usize, options: &BatchOptions) -> Result<Self, Error> {
         let of_draft = |error| Error::DraftModel(Box::new(error));
-        Forward::check(&draft.config).map_err(of_draft)?;
-        let sizes = BatchSizes::new(device, context, &options.of_drafter(None), device.has_prefill());
-        let kept = DeviceWeights::kept(draft, device).map_err(of_draft)?;
-        let Footprint { weights, working, .. } =
-            Footprint::of_room(&draft.config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-                .coded(&draft.config, kept);
+        draft.check_shapes().map_err(of_draft)?;
+        let of_drafter = options.of_drafter(None);
+        let sizes = BatchSizes::new(device, context, &of_drafter, device.has_prefill());
+        let room = |config| Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
+        let Footprint { weights, working, .. } = match draft {
+            DraftCheckpoint::Model(draft) => {
+                let kept = DeviceWeights::kept(draft, device).map_err(of_draft)?;
+                room(&draft.config).coded(&draft.config, kept)
+            }
+            DraftCheckpoint::Eagle3(head) => {
+                let states = Forward::states_bytes(sizes.generating * WINDOW, head.config.hidden_size);
+                let Footprint { weights, working, .. } = HeadWeights::footprint(head, context, false);
+                Footprint { weights, working: working + states, of_e4m3: 0 }
+            }
+        };
         Ok(Self { weights, working })
     }
 
@@ -62,7 +75,7 @@ impl GpuBatch {
     /// As [`Gpu::with_draft_model`](crate::Gpu::with_draft_model); a cache larger than the memory.
     pub fn load(
         checkpoint: &Checkpoint,
-        draft: Option<&Checkpoint>,
+        draft: Option<&DraftCheckpoint>,
         device: &Device,
         context: usize,
         options: BatchOptions,
@@ -97,26 +110,46 @@ impl GpuBatch {
         let all = of_model + beside.map_or(0, |beside| beside.weights);
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
         let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None), told)?;
-        let load_drafter = |draft| {
-            let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);
-            Self::load_drafter(draft, config, device, context, &options, told)
-                .map_err(|error| Error::DraftModel(Box::new(error)))
+        let of_draft = |error| Error::DraftModel(Box::new(error));
+        let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);
+        let with_model = |weights| Self::with_weights(device, config, weights, context, options, prompts_apart);
+        let Some(draft) = draft else { return with_model(weights) };
+        let (batch, drafter): (Self, Box<dyn BatchBackend>) = match draft {
+            DraftCheckpoint::Model(draft) => {
+                let drafter = Self::load_drafter(draft, device, context, &options, told).map_err(of_draft)?;
+                (with_model(weights)?, Box::new(drafter))
+            }
+            DraftCheckpoint::Eagle3(head) => {
+                let head = HeadWeights::upload(head, config, device).map_err(of_draft)?;
+                let sequences = options.of_drafter(None).sequences.unwrap_or(1) as usize;
+                let share = device.free_memory()?.map(|free| free / DRAFTER_SHARE);
+                let pages = HeadBatch::pages(&head, context, sequences, share);
+                // The cache of the model takes what is left, but for what the head needs, which comes after it.
+                let needed = head.batch_bytes(context, sequences, pages)
+                    + Forward::states_bytes(sequences * WINDOW, config.hidden_size);
+                let kept_free = device.free_memory()?.map(|_| device.zeroed::<u8>(needed as usize)).transpose()?;
+                let mut batch = with_model(weights)?;
+                drop(kept_free);
+                batch.forward.keep_states_of(head.taps, [sequences, WINDOW])?;
+                // Steps of more rows leave no hidden states.
+                batch.limits.draft_rows = batch.limits.draft_rows.min(MAX_DECODE_ROWS);
+                let head = HeadBatch::new(head, &batch.forward, [context, sequences, pages]).map_err(of_draft)?;
+                (batch, Box::new(head))
+            }
         };
-        let drafter = draft.map(load_drafter).transpose()?;
-        let mut batch = Self::with_weights(device, config, weights, context, options, prompts_apart)?;
-        batch.drafters.model = drafter;
+        let mut batch = batch;
+        batch.drafters.model = Some(ModelDrafter::new(drafter, config, draft, DRAFT_LAYER_BYTES));
         Ok(batch)
     }
 
-    /// Uploads a model that drafts for one of this config, with a batch of its own.
+    /// Uploads a model that drafts, as a batch of its own.
     fn load_drafter(
         draft: &Checkpoint,
-        model: &Config,
         device: &Device,
         context: usize,
         options: &BatchOptions,
         progress: &mut Progress<'_>,
-    ) -> Result<ModelDrafter, Error> {
+    ) -> Result<Self, Error> {
         let config = &draft.config;
         let kept = DeviceWeights::kept(draft, device)?;
         let weights = DeviceWeights::upload(draft, device, kept, || Ok(()), progress)?;
@@ -127,7 +160,6 @@ impl GpuBatch {
         });
         let tokens = (sequences * context).min(room).max(context.next_multiple_of(PAGE_TOKENS));
         let options = options.of_drafter(Some(tokens));
-        let batch = Self::with_weights(device, config, weights, context, options, device.has_prefill())?;
-        Ok(ModelDrafter::new(Box::new(batch), model, draft, DRAFT_LAYER_BYTES))
+        Self::with_weights(device, config, weights, context, options, device.has_prefill())
     }
 }

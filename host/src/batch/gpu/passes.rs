@@ -80,6 +80,13 @@ impl RowPass {
         RowsOf::of(&self.slots)
     }
 
+    /// The positions of each sequence's rows, by slot.
+    pub fn runs(&self) -> impl Iterator<Item = (Slot, Range<usize>)> {
+        let rows: Vec<(Slot, u32)> = self.slots.iter().copied().zip(self.positions.iter().copied()).collect();
+        let runs: Vec<_> = rows.chunk_by(|a, b| a.0 == b.0).map(|run| (run[0].0, run[0].1, run.len())).collect();
+        runs.into_iter().map(|(slot, first, count)| (slot, first as usize..first as usize + count))
+    }
+
     /// What is beyond every position.
     pub fn end(&self) -> u32 {
         self.positions.iter().max().map_or(0, |last| last + 1)

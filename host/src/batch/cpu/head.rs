@@ -1,0 +1,163 @@
+//! The batch of an EAGLE-3 head that drafts on the CPU, one sequence after another: its rows are made of the hidden
+//! states that passes over the model leave, and its sequences have the model's slots.
+//!
+//! Texts begin at a multiple of the positions that hidden states are kept of, so that these are found by positions in
+//! the text.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use model::sampling::argmax;
+use model::{Checkpoint, CpuEagle, EagleHead, Fault, HiddenStates, KvCache, Place};
+
+use crate::Error;
+use crate::backend::Drafted;
+use crate::batch::PAGE_TOKENS;
+use crate::batch::backend::{BatchBackend, Outcome, Start};
+use crate::batch::draft::WINDOW;
+use crate::batch::limits::{Costs, Limits};
+use crate::batch::plan::{Plan, Slot, Work};
+
+/// The model's hidden states of each sequence's last positions, by slot: `[WINDOW, 3, hidden]`, those of position `p` at
+/// `p % WINDOW`.
+#[derive(Clone, Default)]
+pub struct KeptStates(Arc<Mutex<HashMap<Slot, Vec<f32>>>>);
+
+impl KeptStates {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Slot, Vec<f32>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps those of a position of the sequence in a slot, `[3, hidden]`.
+    pub fn put(&self, slot: Slot, position: usize, states: &[f32]) {
+        let mut kept = self.lock();
+        let of_slot = kept.entry(slot).or_insert_with(|| vec![0.0; WINDOW * states.len()]);
+        of_slot[position % WINDOW * states.len()..][..states.len()].copy_from_slice(states);
+    }
+
+    /// Those of positions, side by side, `[positions, 3, hidden]`.
+    fn gather(&self, slot: Slot, positions: std::ops::Range<usize>, each: usize) -> Vec<f32> {
+        let kept = self.lock();
+        let of_slot = &kept[&slot];
+        positions.flat_map(|position| &of_slot[position % WINDOW * each..][..each]).copied().collect()
+    }
+}
+
+/// Runs a head.
+pub struct HeadBatch {
+    head: CpuEagle,
+    states: KeptStates,
+    limits: Limits,
+    slots: Vec<Text>,
+    outcomes: Vec<Outcome>,
+}
+
+/// A sequence.
+#[derive(Default)]
+struct Text {
+    tokens: Vec<u32>,
+    /// Tokens that are not the head's.
+    known: usize,
+    cache: Option<KvCache>,
+    /// The head's own hidden state of its last row.
+    own: Vec<f32>,
+}
+
+impl HeadBatch {
+    /// `head`, to draft for `model`, whose hidden states will be in `states`; of `sequences` of up to `context` tokens.
+    ///
+    /// # Errors
+    /// A head that was made for another model.
+    pub fn new(
+        head: &EagleHead,
+        model: &Checkpoint,
+        states: KeptStates,
+        [context, sequences]: [usize; 2],
+    ) -> Result<Self, Error> {
+        let limits = Limits {
+            context,
+            sequences: sequences as u32,
+            generating: sequences as u32,
+            rows: u32::MAX,
+            page_tokens: PAGE_TOKENS,
+            // Each has a cache of its own.
+            pages: (sequences * context.div_ceil(PAGE_TOKENS)) as u32,
+            host_pages: 0,
+            drafts: 0,
+            draft_rows: 0,
+            prompt_rows: 0,
+            prompt_share: 0,
+            prompts_apart: false,
+        };
+        let slots = (0..sequences).map(|_| Text::default()).collect();
+        Ok(Self { head: CpuEagle::new(head, model)?, states, limits, slots, outcomes: Vec::new() })
+    }
+
+    /// Runs the rows of a work, and gives the model's token for the best after the last; none if numbers are not finite.
+    fn run(&mut self, work: &Work) -> Option<u32> {
+        let (start, rows) = (work.start as usize, work.rows as usize);
+        let each = 3 * self.head.head().config.hidden_size;
+        let text = &mut self.slots[work.slot as usize];
+        let cache = text.cache.as_mut()?;
+        cache.truncate(start);
+        let mut logits = vec![0.0; if work.samples { self.head.head().draft_vocab_size } else { 0 }];
+        let of_model;
+        let states = if start >= text.known {
+            HiddenStates::Own(&text.own)
+        } else {
+            of_model = self.states.gather(work.slot, start..start + rows, each);
+            HiddenStates::OfModel(&of_model)
+        };
+        text.own = self.head.forward(&text.tokens[start..start + rows], states, cache, &mut logits).ok()?;
+        work.samples.then(|| self.head.head().targets()[argmax(&logits) as usize])
+    }
+}
+
+impl BatchBackend for HeadBatch {
+    fn device(&self) -> String {
+        "CPU".into()
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn costs(&self) -> Costs {
+        Costs { swap_page: 0.0, row: 0.0 }
+    }
+
+    fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
+        for (started, start) in plan.started.iter().zip(starts) {
+            let text = &mut self.slots[started.slot as usize];
+            // What was read of it stays, if it goes on.
+            if text.tokens.get(..text.known) != start.tokens.get(..text.known) || text.cache.is_none() {
+                text.cache = Some(self.head.new_cache(start.max_length));
+            }
+            (text.tokens, text.known) = (start.tokens.to_vec(), start.tokens.len());
+        }
+        for work in &plan.work {
+            let token = self.run(work);
+            if !work.samples {
+                continue;
+            }
+            let position = (work.start + work.rows) as usize - 1;
+            let fault = token.is_none().then_some(Fault { place: Place::Logits, position, row: 0 });
+            self.slots[work.slot as usize].tokens.push(token.unwrap_or(0));
+            let (tokens, logprobs, by_model) = (token.into_iter().collect(), Vec::new(), Drafted::default());
+            self.outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: 0, by_model, fault, lost: None });
+        }
+        Ok(())
+    }
+
+    fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]) {
+        let text = &mut self.slots[slot as usize];
+        assert!(at <= text.tokens.len(), "position {at} of {}", text.tokens.len());
+        text.tokens.truncate(at);
+        text.tokens.extend_from_slice(tokens);
+        text.known = text.tokens.len();
+    }
+
+    fn end(&mut self) -> Result<Vec<Outcome>, Error> {
+        Ok(std::mem::take(&mut self.outcomes))
+    }
+}
