@@ -271,8 +271,8 @@ impl Forward {
         })
     }
 
-    /// Zeroes them, after everything enqueued so far, for a pass that no kernel plans, and gives where it will leave the
-    /// ranks of the best tokens; none where that step was not prepared.
+    /// Zeroes them, after everything enqueued so far, for a pass that no kernel plans, and gives where it will leave
+    /// the ranks of the best tokens; none where that step was not prepared.
     ///
     /// # Errors
     /// A driver error.

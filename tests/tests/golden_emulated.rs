@@ -55,7 +55,8 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path() {
     for (i, case) in golden_cases().into_iter().enumerate() {
         let checkpoint = Checkpoint::open(&case.dir).unwrap();
         // Over a page's end, over a split's end, and for 16 rows over several tiles of attention.
-        for (length, rows) in [(70, 1), (70, 7), (70, 16), (264, 1), (264, 16)] {
+        let steps = [(70, 7), (264, 16), (70, 1), (264, 1), (70, 16)];
+        for &(length, rows) in &steps[..if i == 0 { steps.len() } else { 2 }] {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
             let [streamed, launched, wide] =
@@ -70,7 +71,7 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path() {
 /// two key-value heads, with five query heads each, whose tiles are scheduled to four blocks.
 #[test]
 fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path_in_wider_shapes() {
-    for (length, rows) in [(70, 1), (70, 16), (258, 3)] {
+    for (length, rows) in [(4, 1), (70, 16), (258, 3)] {
         wider_shapes_agree(length, rows, None);
     }
 }
@@ -79,7 +80,7 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path_in_wider_
 #[test]
 fn so_do_the_kernels_that_read_codes() {
     for (rows, code) in [(1, Code::Int4), (16, Code::Int4), (1, Code::E4m3), (16, Code::E4m3)] {
-        wider_shapes_agree(70, rows, Some(code));
+        wider_shapes_agree(rows as u32 + 3, rows, Some(code));
     }
 }
 
@@ -106,7 +107,7 @@ fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
 fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     let config = Config {
         vocab_size: 300,
-        hidden_size: 640,
+        hidden_size: 384,
         intermediate_size: 384,
         num_hidden_layers: 2,
         num_attention_heads: 2,
@@ -137,14 +138,14 @@ fn one_row_at(positions: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
     positions.into_iter().map(|position| position..position + 1).collect()
 }
 
-/// The decode kernel's attention takes each sequence's own pages: of one row or of several, which may lie in two splits;
-/// heads that share keys and values are tiles of few pairs, or of many; contexts have one split, or several; and weights
-/// are in every format.
+/// The decode kernel's attention takes each sequence's own pages: of one row or of several, which may lie in two
+/// splits; heads that share keys and values are tiles of few pairs, or of many; contexts have one split, or several;
+/// and weights are in every format.
 #[test]
 fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
     let config = Config {
         vocab_size: 300,
-        hidden_size: 384,
+        hidden_size: 256,
         intermediate_size: 256,
         num_hidden_layers: 2,
         head_dim: 128,

@@ -37,7 +37,7 @@ const SPILLING: [(&str, u32); 21] = [
     ("gemm_plain_2x1", 72),
     ("gemm_plain_4x2", 64),
     ("decode_1", 12),
-    ("decode_1_lossless", 20),
+    ("decode_1_lossless", 24),
     ("decode_1_e4m3", 28),
     ("decode_1_fp8", 40),
     ("decode_1_int4", 24),

@@ -204,12 +204,12 @@ impl<const N: usize> Place<N> {
                     slice.store((entry & 0x3ff) as usize, (high | (entry >> 10 & 1) << 7) as u8);
                 }
             };
-            if lane < count {
+            let room = Lossless::room(p.list_bytes);
+            if lane < count.min(room) {
                 put(lane, own);
             }
-            // Seldom.
-            let mut i = lane + 32;
-            let room = Lossless::room(p.list_bytes);
+            // Seldom; and a list may have less room than there are lanes.
+            let mut i = if lane < room { lane + 32 } else { lane };
             while i < count {
                 let entry = if i < room {
                     self.list.cast::<u16>().load((HEADER_BYTES / 2 + i) as usize)

@@ -1,5 +1,5 @@
-//! Drafts of a step's sequences: by n-gram match, on the host, as the n-gram operator makes them on a device, budget and
-//! all; and by a [model](model) beside it.
+//! Drafts of a step's sequences: by n-gram match, on the host, as the n-gram operator makes them on a device, budget
+//! and all; and by a [model](model) beside it.
 
 mod model;
 

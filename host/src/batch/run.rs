@@ -56,8 +56,8 @@ impl BatchOptions {
     /// Bytes of the CPU's cache, where nothing is said.
     const CPU_CACHE: usize = 1 << 30;
 
-    /// Those of the batch of a draft model, which reads along for every sequence that may draft at once, with a cache of
-    /// so many tokens.
+    /// Those of the batch of a draft model, which reads along for every sequence that may draft at once, with a cache
+    /// of so many tokens.
     pub(super) fn of_drafter(&self, cache_tokens: Option<usize>) -> Self {
         Self {
             sequences: Some(self.draft_rows.min(self.sequences.unwrap_or(self.draft_rows)).max(1)),

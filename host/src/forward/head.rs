@@ -211,8 +211,8 @@ impl Forward {
     ///
     /// # Safety
     /// As [`enqueue_rows`](Self::enqueue_rows), and rows are to each other what is said; this is a head, and [its
-    /// counters](Self::counters) are zero by then if all logits are wanted. Where the rows begin with the model's hidden
-    /// states, those of their positions are there.
+    /// counters](Self::counters) are zero by then if all logits are wanted. Where the rows begin with the model's
+    /// hidden states, those of their positions are there.
     ///
     /// # Errors
     /// A refused launch.

@@ -18,8 +18,8 @@ use crate::batch::draft::WINDOW;
 use crate::batch::limits::{Costs, Limits};
 use crate::batch::plan::{Plan, Slot, Work};
 
-/// The model's hidden states of each sequence's last positions, by slot: `[WINDOW, 3, hidden]`, those of position `p` at
-/// `p % WINDOW`.
+/// The model's hidden states of each sequence's last positions, by slot: `[WINDOW, 3, hidden]`, those of position `p`
+/// at `p % WINDOW`.
 #[derive(Clone, Default)]
 pub struct KeptStates(Arc<Mutex<HashMap<Slot, Vec<f32>>>>);
 
@@ -93,7 +93,8 @@ impl HeadBatch {
         Ok(Self { head: CpuEagle::new(head, model)?, states, limits, slots, outcomes: Vec::new() })
     }
 
-    /// Runs the rows of a work, and gives the model's token for the best after the last; none if numbers are not finite.
+    /// Runs the rows of a work, and gives the model's token for the best after the last; none if numbers are not
+    /// finite.
     fn run(&mut self, work: &Work) -> Option<u32> {
         let (start, rows) = (work.start as usize, work.rows as usize);
         let each = 3 * self.head.head().config.hidden_size;

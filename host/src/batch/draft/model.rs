@@ -1,5 +1,5 @@
-//! Drafts of a batch's sequences by a model or a head: a batch of its own, with pages of its own, whose sequences follow
-//! the text of those that they draft for.
+//! Drafts of a batch's sequences by a model or a head: a batch of its own, with pages of its own, whose sequences
+//! follow the text of those that they draft for.
 //!
 //! A proposal is a chain of tokens for each sequence, a pass over the draft model for each place in it: the first runs
 //! the rows that its cache lacks, one or two as a rule, and every other one row a sequence. Passes are shared by all
@@ -10,8 +10,9 @@
 //! changes nothing: a trial costs no row. A sequence for which there is no room, or that has a token which the draft
 //! model does not know, has no drafts by it. Neither changes the text.
 //!
-//! A head's rows are made of hidden states that the model's passes leave: those of a sequence's last [`WINDOW`] positions,
-//! as long as steps leave any without a gap. So a head knows of a sequence what comes after some place in its text.
+//! A head's rows are made of hidden states that the model's passes leave: those of a sequence's last [`WINDOW`]
+//! positions, as long as steps leave any without a gap. So a head knows of a sequence what comes after some place in
+//! its text.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -114,8 +115,8 @@ struct Chain<'a> {
 }
 
 impl ModelDrafter {
-    /// With a `backend` that runs `draft`, and has no drafts of its own, for a model of this `config`; where a layer takes
-    /// as long as reading `layer_bytes` would, beside reading its weights.
+    /// With a `backend` that runs `draft`, and has no drafts of its own, for a model of this `config`; where a layer
+    /// takes as long as reading `layer_bytes` would, beside reading its weights.
     pub(crate) fn new(
         backend: Box<dyn BatchBackend>,
         config: &Config,
@@ -242,8 +243,8 @@ impl ModelDrafter {
         follower.cached = follower.known + common_prefix(ran, new);
     }
 
-    /// Whether a chain is likely to be worth its passes in the next step; or one comes all the same, to see whether that
-    /// has changed.
+    /// Whether a chain is likely to be worth its passes in the next step; or one comes all the same, to see whether
+    /// that has changed.
     pub(crate) fn is_worthwhile(
         &mut self,
         settings: &ModelDraft,
