@@ -64,8 +64,18 @@ enum Compact {
     E4m3(e4m3::Weights, StepInputs, u64),
 }
 
+/// Whether there is room for packed weights.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Room {
+    /// It was kept for them.
+    Kept,
+    /// If they leave most of the memory to the cache, which comes later.
+    IfFree,
+}
+
 impl Decode {
-    /// For `weights`, if the device has the hardware.
+    /// For `weights`, if the device has the hardware. Where it pays they are packed without loss, if there is
+    /// [`Room`] for that.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -74,11 +84,12 @@ impl Decode {
         config: &Config,
         weights: &DeviceWeights,
         cache: &KvCache,
+        room: Room,
     ) -> Result<Option<Self>, Error> {
         if !device.has_decode_kernel() {
             return Ok(None);
         }
-        let compact = Self::compact(device, config, weights)?;
+        let compact = Self::compact(device, config, weights, room)?;
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -107,13 +118,21 @@ impl Decode {
         }))
     }
 
-    /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays, as long
-    /// as it leaves most of the memory to the cache.
-    fn compact(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Compact, Error> {
+    /// Bytes that packing may take beside the weights, where it pays and they are no codes.
+    pub(crate) fn packed_at_most(device: &Device, config: &Config, weights: &DeviceWeights) -> Option<u64> {
+        let is_plain = weights.codes.is_none() && weights.e4m3.is_none();
+        let bytes = 2 * weights.stream.weights().len() as u64;
+        let pays = bytes / config.num_hidden_layers as u64 >= device.capabilities().tuning().lossless_from;
+        (is_plain && pays && device.options().lossless != Some(false)).then(|| bytes / 20 * 17)
+    }
+
+    /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays.
+    fn compact(device: &Device, config: &Config, weights: &DeviceWeights, room: Room) -> Result<Compact, Error> {
         let stream = weights.stream.weights();
         // Of a head, bits are of no interest to anybody.
         let wanted = device.options().lossless.filter(|wanted| *wanted || !is_head(config, weights));
-        let fits = |bytes: u64| Ok::<_, Error>(device.free_memory()?.is_none_or(|free| free / 4 > bytes));
+        let is_kept = room == Room::Kept;
+        let fits = |bytes: u64| Ok::<_, Error>(is_kept || device.free_memory()?.is_none_or(|free| free / 4 > bytes));
         if let Some(codes) = &weights.codes {
             let maps = device.array_maps(&codes.arrays())?;
             return Ok(Compact::Quantized(codes.coding(), maps, weights.stream.layer_chunks()));

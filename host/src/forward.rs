@@ -35,7 +35,7 @@ use self::tree::Tree;
 use self::unfused::Apart;
 use crate::Error;
 use crate::cache::KvCache;
-use crate::decode::Decode;
+use crate::decode::{Decode, Room};
 use crate::device::{Buffer, Device};
 use crate::e4m3::E4m3;
 use crate::prefill::{Prefill, PrefillInputs, Results};
@@ -245,7 +245,15 @@ impl Forward {
     /// # Errors
     /// A driver error.
     pub fn prepare_decode(&mut self) -> Result<bool, Error> {
-        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
+        self.prepare_decode_in(Room::IfFree)
+    }
+
+    /// The same, with packed weights in this room.
+    ///
+    /// # Errors
+    /// As [`prepare_decode`](Self::prepare_decode).
+    pub(crate) fn prepare_decode_in(&mut self, room: Room) -> Result<bool, Error> {
+        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache, room);
         self.decode = timed("memory for the decode kernel", decode)?;
         Ok(self.decode.is_some())
     }

@@ -410,8 +410,8 @@ fn draft_head_that_is_none_or_another_models() {
     let head = Head::ORIGINAL.write();
     refused(with(&head.path().display().to_string()), 1, &["made for another model", "vocab_size is 288"]);
     let draft = format!("eagle3:{}", head.path().display());
-    let run = warpdraft(&["batch", "requests.jsonl", "-o", "-", "--draft", &draft]).assert();
-    refused(run, 2, &["a batch takes no drafts from a model"]);
+    let run = warpdraft(&["batch", "-", "-o", "-", "--draft", &draft]).write_stdin("").assert();
+    refused(run, 1, &["made for another model", "vocab_size is 288"]);
     usage_refused(&["--draft", "eagle3:"], &["eagle3: lacks the head"]);
     usage_refused(&["--draft", "eagle2:x"], &["eagle2:x is none of none, auto, ngram", "eagle3:HEAD"]);
 }

@@ -415,6 +415,25 @@ fn several_devices_share_the_requests() {
     }
 }
 
+/// The head that comes with the demo model is right now and then, and the demo model about itself always.
+#[test]
+fn whoever_drafts_leaves_the_results_as_they_are() {
+    let folder = Folder::with(&short(6));
+    let head = format!("eagle3-only:{}", golden("../../model/demo/eagle3").display());
+    folder.batch("none.jsonl", &["--draft", "none", "--ordered"]).assert().success();
+    for (i, draft) in ["auto", "model-only:demo", &head].iter().enumerate() {
+        let output = format!("{i}.jsonl");
+        let summary = json_of(&mut folder.batch(&output, &["--draft", draft, "--draft-always", "--ordered", "--json"]));
+        let of_model = |what: &str| summary["drafts"]["model"][what].as_u64().unwrap();
+        assert_eq!(*draft != "auto", of_model("accepted") > 0, "{draft}: {summary}");
+        assert_eq!(*draft == "model-only:demo", of_model("drafted") > 0 && of_model("drafted") == of_model("accepted"));
+        let answers = |name: &str| -> Vec<String> {
+            folder.results(name).values().map(|result| text_of(result).to_owned()).collect()
+        };
+        assert_eq!(answers(&output), answers("none.jsonl"), "{draft}");
+    }
+}
+
 /// One device has a request, and the other waits for one: that takes no time of the first.
 #[test]
 fn an_idle_device_does_not_hold_up_a_busy_one() {

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use flate2::bufread::MultiGzDecoder;
+use host::batch::BatchOptions;
 
 /// Bytes of a line at most; a longer one is refused and passed over, so that memory stays bounded.
 pub const LONGEST: u64 = 64 << 20;
@@ -27,6 +28,25 @@ pub struct Line {
     pub number: u64,
     /// None if it is longer than [`LONGEST`].
     pub bytes: Option<Vec<u8>>,
+}
+
+/// How many requests a file has, if they are few: then no more can run at once, and a device is prepared for so many.
+/// None of what is no file, or cannot be read.
+pub fn count_few(path: &Path) -> Option<u32> {
+    // A pipe is read once.
+    if !path.is_file() {
+        return None;
+    }
+    let mut lines = Lines::open(path).ok()?;
+    let mut count = 0;
+    while count <= BatchOptions::DRAFT_ROWS {
+        match lines.next() {
+            Ok(Some(_)) => count += 1,
+            Ok(None) => return Some(count.max(1)),
+            Err(_) => return None,
+        }
+    }
+    None
 }
 
 impl Lines {
@@ -188,6 +208,18 @@ mod tests {
         assert_eq!(lines(b"a\n\n \r\nb\r\nc".to_vec()), [line(1, "a"), line(4, "b"), line(5, "c")]);
         assert_eq!(lines(Vec::new()), []);
         assert_eq!(lines(b"\n\n".to_vec()), []);
+    }
+
+    #[test]
+    fn few_requests_are_counted() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(count_few(file.path()), Some(1));
+        for count in 1..=20 {
+            file.write_all(b"{}\n\n").unwrap();
+            assert_eq!(count_few(file.path()), (count <= BatchOptions::DRAFT_ROWS).then_some(count));
+        }
+        assert_eq!(count_few(Path::new("-")), None);
+        assert_eq!(count_few(&file.path().join("none")), None);
     }
 
     #[test]

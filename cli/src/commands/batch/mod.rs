@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use host::LoadOptions;
-use host::batch::{Metrics, Queue};
+use host::batch::{BatchOptions, Metrics, Queue};
 use model::OpenOptions;
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
@@ -111,6 +111,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let writer = Arc::new(Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() });
     let draft_model = loading::open_draft(defaults.answer.draft_source.as_ref(), report)?;
     let reader = Reader::new(&checkpoint, defaults, context);
+    let options = BatchOptions { sequences: options.sequences.or(input::count_few(&requests)), ..options };
     let load = |load| {
         let load = LoadOptions { draft_model: draft_model.clone(), ..load };
         loading::load_batch(checkpoint.clone(), load, options, report)

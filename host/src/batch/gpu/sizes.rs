@@ -58,6 +58,16 @@ impl BatchSizes {
         self.room(0).rows.min(MAX_BATCHED_ROWS as usize)
     }
 
+    /// Whether every step over what is generated is one of the decode kernel's.
+    pub fn are_few(&self) -> bool {
+        self.generating <= step::MAX_DECODE_ROWS as usize
+    }
+
+    /// Pages that all sequences at their greatest length have.
+    pub fn most_pages(&self) -> usize {
+        self.context.div_ceil(PAGE_TOKENS) * self.sequences
+    }
+
     /// Room for these and so many pages.
     pub fn room(&self, pages: usize) -> Capacity {
         Capacity::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
@@ -75,13 +85,13 @@ impl BatchSizes {
         let one = self.context.div_ceil(PAGE_TOKENS);
         let wanted = options.cache_tokens.map(|tokens| (tokens / PAGE_TOKENS).max(one));
         let Some(free) = device.free_memory()? else {
-            return Ok(wanted.unwrap_or(one * self.sequences).min(Self::most_pages(config)));
+            return Ok(wanted.unwrap_or(self.most_pages()).min(Self::numbered_pages(config)));
         };
         let working = Footprint::of_room(config, &self.room(0), self.prompt_rows()).with_activations(in_e4m3).working;
         let besides = working + coming + SPARE;
         let page = KvCache::page_bytes(config) as u64;
-        let room = ((free.saturating_sub(besides) / page) as usize).min(Self::most_pages(config));
-        let pages = wanted.unwrap_or(room.min(one * self.sequences));
+        let room = ((free.saturating_sub(besides) / page) as usize).min(Self::numbered_pages(config));
+        let pages = wanted.unwrap_or(room.min(self.most_pages()));
         if pages > room || pages < one {
             let tokens = pages.max(one) * PAGE_TOKENS;
             let wanted = (tokens as u64 / PAGE_TOKENS as u64).saturating_mul(page);
@@ -91,7 +101,7 @@ impl BatchSizes {
     }
 
     /// Pages whose records can be numbered: 8 TiB of them.
-    fn most_pages(config: &Config) -> usize {
+    fn numbered_pages(config: &Config) -> usize {
         i32::MAX as usize / (KvCache::page_bytes(config) / PAGE_RECORD_BYTES as usize)
     }
 
@@ -102,7 +112,7 @@ impl BatchSizes {
     pub fn host_pages(&self, config: &Config, options: &BatchOptions, pages: usize) -> Result<usize, Error> {
         let Some(tokens) = options.swap_tokens else { return Ok(pages.min(HOST_TIER / KvCache::page_bytes(config))) };
         let tier = tokens / PAGE_TOKENS;
-        if tier > Self::most_pages(config) {
+        if tier > Self::numbered_pages(config) {
             return Err(Self::no_tier(config, tier, "8 TiB are the most".into()));
         }
         Ok(tier)
