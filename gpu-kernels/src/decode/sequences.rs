@@ -57,6 +57,8 @@ pub unsafe fn end(row: u32) -> u32 {
 #[inline(always)]
 pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
     let (mut all, mut first) = (0, 0);
+    // SAFETY: a tile has rows.
+    unsafe { cuda_std::assume(tile_rows > 0) };
     while first < rows {
         // SAFETY: the caller's word.
         let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
@@ -71,10 +73,14 @@ pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
 #[inline(always)]
 pub unsafe fn share(mut number: u32, most: u32, kv_heads: u32, tile_rows: u32) -> Share {
     let (mut first, mut first_tile) = (0, 0);
+    // SAFETY: a tile has rows.
+    unsafe { cuda_std::assume(tile_rows > 0) };
     loop {
         // SAFETY: the caller's word.
         let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
         let (splits, tiles) = (last / SPLIT + 1, (end - first).div_ceil(tile_rows));
+        // SAFETY: a sequence has rows.
+        unsafe { cuda_std::assume(tiles > 0) };
         if number < kv_heads * splits * tiles {
             let (item, tile) = (number / tiles, number % tiles);
             let (kv_head, split) = (item / splits, item % splits);
