@@ -121,9 +121,15 @@ impl Decode {
     /// Bytes that packing may take beside the weights, where it pays and they are no codes.
     pub(crate) fn packed_at_most(device: &Device, config: &Config, weights: &DeviceWeights) -> Option<u64> {
         let is_plain = weights.codes.is_none() && weights.e4m3.is_none();
+        let is_wanted = device.options().lossless != Some(false);
         let bytes = 2 * weights.stream.weights().len() as u64;
-        let pays = bytes / config.num_hidden_layers as u64 >= device.capabilities().tuning().lossless_from;
-        (is_plain && pays && device.options().lossless != Some(false)).then(|| bytes / 20 * 17)
+        (is_plain && is_wanted && Self::packing_pays(device, config, weights)).then(|| bytes / 20 * 17)
+    }
+
+    /// Whether layers have enough bytes for packed ones to be quicker.
+    fn packing_pays(device: &Device, config: &Config, weights: &DeviceWeights) -> bool {
+        let bytes = 2 * weights.stream.weights().len() as u64;
+        bytes / config.num_hidden_layers as u64 >= device.capabilities().tuning().lossless_from
     }
 
     /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays.
@@ -146,8 +152,7 @@ impl Decode {
         }
         let bytes = 2 * stream.len() as u64;
         // The emulator has no memory of its own that would be saved.
-        let a_layer = bytes / config.num_hidden_layers as u64;
-        let pays = a_layer >= device.capabilities().tuning().lossless_from && device.free_memory()?.is_some();
+        let pays = Self::packing_pays(device, config, weights) && device.free_memory()?.is_some();
         if wanted == Some(true) || pays && fits(bytes)? {
             let packed = timed("packing the weights", || Packed::new(device, stream, &weights.stream.bounds()))?;
             let with_maps = |packed: Packed| {

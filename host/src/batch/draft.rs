@@ -1,6 +1,7 @@
 //! Drafts of a step's sequences: by n-gram match, on the host, as the n-gram operator makes them on a device, budget
 //! and all; and by a [model](model) beside it.
 
+pub(crate) mod head;
 mod model;
 
 use gpu_kernels::drafting;

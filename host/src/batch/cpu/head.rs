@@ -8,13 +8,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use model::sampling::argmax;
-use model::{Checkpoint, CpuEagle, EagleHead, Fault, HiddenStates, KvCache, Place};
+use model::{Checkpoint, CpuEagle, EagleHead, HiddenStates, KvCache};
 
 use crate::Error;
-use crate::backend::Drafted;
 use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Outcome, Start};
 use crate::batch::draft::WINDOW;
+use crate::batch::draft::head::{Text, limits};
 use crate::batch::limits::{Costs, Limits};
 use crate::batch::plan::{Plan, Slot, Work};
 
@@ -48,16 +48,14 @@ pub struct HeadBatch {
     head: CpuEagle,
     states: KeptStates,
     limits: Limits,
-    slots: Vec<Text>,
+    slots: Vec<Sequence>,
     outcomes: Vec<Outcome>,
 }
 
 /// A sequence.
 #[derive(Default)]
-struct Text {
-    tokens: Vec<u32>,
-    /// Tokens that are not the head's.
-    known: usize,
+struct Sequence {
+    text: Text,
     cache: Option<KvCache>,
     /// The head's own hidden state of its last row.
     own: Vec<f32>,
@@ -74,22 +72,9 @@ impl HeadBatch {
         states: KeptStates,
         [context, sequences]: [usize; 2],
     ) -> Result<Self, Error> {
-        let limits = Limits {
-            context,
-            sequences: sequences as u32,
-            generating: sequences as u32,
-            rows: u32::MAX,
-            page_tokens: PAGE_TOKENS,
-            // Each has a cache of its own.
-            pages: (sequences * context.div_ceil(PAGE_TOKENS)) as u32,
-            host_pages: 0,
-            drafts: 0,
-            draft_rows: 0,
-            prompt_rows: 0,
-            prompt_share: 0,
-            prompts_apart: false,
-        };
-        let slots = (0..sequences).map(|_| Text::default()).collect();
+        // Each has a cache of its own.
+        let limits = limits([context, sequences, sequences * context.div_ceil(PAGE_TOKENS)], u32::MAX);
+        let slots = (0..sequences).map(|_| Sequence::default()).collect();
         Ok(Self { head: CpuEagle::new(head, model)?, states, limits, slots, outcomes: Vec::new() })
     }
 
@@ -98,18 +83,18 @@ impl HeadBatch {
     fn run(&mut self, work: &Work) -> Option<u32> {
         let (start, rows) = (work.start as usize, work.rows as usize);
         let each = 3 * self.head.head().config.hidden_size;
-        let text = &mut self.slots[work.slot as usize];
-        let cache = text.cache.as_mut()?;
+        let Sequence { text, cache, own } = &mut self.slots[work.slot as usize];
+        let cache = cache.as_mut()?;
         cache.truncate(start);
         let mut logits = vec![0.0; if work.samples { self.head.head().draft_vocab_size } else { 0 }];
         let of_model;
         let states = if start >= text.known {
-            HiddenStates::Own(&text.own)
+            HiddenStates::Own(own)
         } else {
             of_model = self.states.gather(work.slot, start..start + rows, each);
             HiddenStates::OfModel(&of_model)
         };
-        text.own = self.head.forward(&text.tokens[start..start + rows], states, cache, &mut logits).ok()?;
+        *own = self.head.forward(&text.tokens[start..start + rows], states, cache, &mut logits).ok()?;
         work.samples.then(|| self.head.head().targets()[argmax(&logits) as usize])
     }
 }
@@ -129,33 +114,24 @@ impl BatchBackend for HeadBatch {
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         for (started, start) in plan.started.iter().zip(starts) {
-            let text = &mut self.slots[started.slot as usize];
+            let Sequence { text, cache, .. } = &mut self.slots[started.slot as usize];
             // What was read of it stays, if it goes on.
-            if text.tokens.get(..text.known) != start.tokens.get(..text.known) || text.cache.is_none() {
-                text.cache = Some(self.head.new_cache(start.max_length));
+            if text.tokens.get(..text.known) != start.tokens.get(..text.known) || cache.is_none() {
+                *cache = Some(self.head.new_cache(start.max_length));
             }
-            (text.tokens, text.known) = (start.tokens.to_vec(), start.tokens.len());
+            *text = Text::new(start.tokens);
         }
         for work in &plan.work {
             let token = self.run(work);
-            if !work.samples {
-                continue;
+            if work.samples {
+                self.outcomes.push(self.slots[work.slot as usize].text.say(work, token));
             }
-            let position = (work.start + work.rows) as usize - 1;
-            let fault = token.is_none().then_some(Fault { place: Place::Logits, position, row: 0 });
-            self.slots[work.slot as usize].tokens.push(token.unwrap_or(0));
-            let (tokens, logprobs, by_model) = (token.into_iter().collect(), Vec::new(), Drafted::default());
-            self.outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: 0, by_model, fault, lost: None });
         }
         Ok(())
     }
 
     fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]) {
-        let text = &mut self.slots[slot as usize];
-        assert!(at <= text.tokens.len(), "position {at} of {}", text.tokens.len());
-        text.tokens.truncate(at);
-        text.tokens.extend_from_slice(tokens);
-        text.known = text.tokens.len();
+        self.slots[slot as usize].text.rewrite(at, tokens);
     }
 
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {

@@ -12,14 +12,13 @@ use gpu_kernels::eagle::States;
 use gpu_kernels::sample::Choice;
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS, NO_TOKEN, Rows};
 use model::sampling::argmax;
-use model::{Fault, Place};
 
 use super::passes::{RowPass, SequenceRows, Widths, cut};
 use super::upload::{List, Upload};
 use crate::Error;
-use crate::backend::Drafted;
 use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Outcome, Start};
+use crate::batch::draft::head::{Text, limits};
 use crate::batch::limits::{Costs, Limits};
 use crate::batch::plan::{Plan, Slot, Work};
 use crate::cache::KvCache;
@@ -48,14 +47,6 @@ pub struct HeadBatch {
     sampling: Vec<Work>,
 }
 
-/// A sequence's tokens.
-#[derive(Clone, Default)]
-struct Text {
-    tokens: Vec<u32>,
-    /// Those of them that are not the head's.
-    known: usize,
-}
-
 /// A pass with its lists.
 struct Listed {
     pass: RowPass,
@@ -79,20 +70,7 @@ impl HeadBatch {
         let room = Capacity::batch(context, sequences, pages, MAX_ROWS as usize);
         let mut forward = Forward::of_head(head, model, room)?;
         forward.prepare_decode()?;
-        let limits = Limits {
-            context,
-            sequences: sequences as u32,
-            generating: sequences as u32,
-            rows: ROWS as u32,
-            page_tokens: PAGE_TOKENS,
-            pages: pages as u32,
-            host_pages: 0,
-            drafts: 0,
-            draft_rows: 0,
-            prompt_rows: 0,
-            prompt_share: 0,
-            prompts_apart: false,
-        };
+        let limits = limits([context, sequences, pages], ROWS as u32);
         let words = 32 * ROWS + 2 * sequences * context.div_ceil(PAGE_TOKENS) + 4096;
         Ok(Self {
             states: model.kept_states().expect("a model that leaves hidden states"),
@@ -156,12 +134,12 @@ impl HeadBatch {
         // there by the drafter's word.
         unsafe { self.forward.enqueue_head_pass(begin, &all, pass.rows_of())? };
         let Some(best) = best else { return self.read_best(&listed.pass) };
-        // SAFETY: within the words, which have room for every sequence.
-        let sampled: GlobalMut<u32> = unsafe { self.said.ptr_mut().at(said) };
-        let take = TakeBest { best, choices: upload.ptr(listed.choices), sampled, count: chosen as u32 };
         if chosen == 0 {
             return Ok(());
         }
+        // SAFETY: within the words, which have room for every sequence.
+        let sampled: GlobalMut<u32> = unsafe { self.said.ptr_mut().at(said) };
+        let take = TakeBest { best, choices: upload.ptr(listed.choices), sampled, count: chosen as u32 };
         // SAFETY: the list is of the size said, and names rows of this pass.
         unsafe { self.forward.device().launch::<kernels::take_best>(kernels::blocks(chosen), 0, take) }
     }
@@ -193,7 +171,7 @@ impl BatchBackend for HeadBatch {
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         for (started, start) in plan.started.iter().zip(starts) {
-            self.slots[started.slot as usize] = Text { tokens: start.tokens.to_vec(), known: start.tokens.len() };
+            self.slots[started.slot as usize] = Text::new(start.tokens);
         }
         let rows_of = |work: &Work| {
             let (start, count) = (work.start as usize, work.rows as usize);
@@ -239,11 +217,7 @@ impl BatchBackend for HeadBatch {
     }
 
     fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]) {
-        let text = &mut self.slots[slot as usize];
-        assert!(at <= text.tokens.len(), "position {at} of {}", text.tokens.len());
-        text.tokens.truncate(at);
-        text.tokens.extend_from_slice(tokens);
-        text.known = text.tokens.len();
+        self.slots[slot as usize].rewrite(at, tokens);
     }
 
     fn end(&mut self) -> Result<Vec<Outcome>, Error> {
@@ -253,11 +227,7 @@ impl BatchBackend for HeadBatch {
         for (i, work) in std::mem::take(&mut self.sampling).into_iter().enumerate() {
             let said = read.get(i).copied().unwrap_or_else(|| self.said.load(i));
             let token = self.targets.get(said as usize).copied();
-            let position = (work.start + work.rows) as usize - 1;
-            let fault = token.is_none().then_some(Fault { place: Place::Logits, position, row: 0 });
-            self.slots[work.slot as usize].tokens.push(token.unwrap_or(0));
-            let (tokens, logprobs, by_model) = (token.into_iter().collect(), Vec::new(), Drafted::default());
-            outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: 0, by_model, fault, lost: None });
+            outcomes.push(self.slots[work.slot as usize].say(&work, token));
         }
         Ok(outcomes)
     }

@@ -114,7 +114,7 @@ impl GpuBatch {
         let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);
         let with_model = |weights| Self::with_weights(device, config, weights, context, options, prompts_apart);
         let Some(draft) = draft else { return with_model(weights) };
-        let (batch, drafter): (Self, Box<dyn BatchBackend>) = match draft {
+        let (mut batch, drafter): (Self, Box<dyn BatchBackend>) = match draft {
             DraftCheckpoint::Model(draft) => {
                 let drafter = Self::load_drafter(draft, device, context, &options, told).map_err(of_draft)?;
                 (with_model(weights)?, Box::new(drafter))
@@ -137,7 +137,6 @@ impl GpuBatch {
                 (batch, Box::new(head))
             }
         };
-        let mut batch = batch;
         batch.drafters.model = Some(ModelDrafter::new(drafter, config, draft, DRAFT_LAYER_BYTES));
         Ok(batch)
     }
