@@ -232,7 +232,7 @@ pub enum WeightsKind {
     Auto,
     /// As they are stored
     Plain,
-    /// As they are stored, packed without loss in every step that can read them so
+    /// As they are stored, packed without loss, and in no other form: the least memory
     Packed,
     /// FP8 (e4m3) with a scale for each block of 128 × 128
     Fp8,
@@ -241,12 +241,12 @@ pub enum WeightsKind {
 }
 
 impl WeightsKind {
-    /// Whether steps read weights packed without loss; none where that is for the device to choose.
-    pub fn lossless(self) -> Option<bool> {
+    /// How a device is opened for them, and otherwise with these options.
+    pub fn device_options(self, others: DeviceOptions) -> DeviceOptions {
         match self {
-            Self::Auto | Self::Fp8 | Self::Int4 => None,
-            Self::Plain => Some(false),
-            Self::Packed => Some(true),
+            Self::Auto | Self::Fp8 | Self::Int4 => others,
+            Self::Plain => DeviceOptions { lossless: Some(false), ..others },
+            Self::Packed => DeviceOptions { lossless: Some(true), plain_beside: Some(false), ..others },
         }
     }
 }

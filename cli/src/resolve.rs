@@ -229,7 +229,7 @@ pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
         source: source(which, &args.model)?,
         weights: weights(&args.model),
         load: LoadOptions {
-            options: DeviceOptions { lossless: args.model.weights.lossless(), ..DeviceOptions::default() },
+            options: args.model.weights.device_options(DeviceOptions::default()),
             context: args.context,
             ..LoadOptions::on(DeviceChoice::Auto)
         },
@@ -258,7 +258,7 @@ fn weights(args: &ModelArgs) -> WeightsMode {
 }
 
 fn load(args: &DeviceArgs, model: &ModelArgs) -> LoadOptions {
-    let options = DeviceOptions { lossless: model.weights.lossless(), ..args.kernels.options() };
+    let options = model.weights.device_options(args.kernels.options());
     LoadOptions { options, context: args.context, ..LoadOptions::on(args.device) }
 }
 

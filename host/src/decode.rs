@@ -14,15 +14,12 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::StepInputs;
 use crate::forward::RowsOf;
-use crate::lossless::Packed;
 use crate::quantized::{Coding, by_code};
-use crate::timed::timed;
-use crate::weights::DeviceWeights;
+use crate::weights::{Compact, DeviceWeights};
 
 /// What a step in one launch reads and writes beside what all passes do.
 pub struct Decode {
-    /// The weights in fewer bytes, where steps read them so.
-    compact: Compact,
+    weights: StepWeights,
     norms: Buffer<bf16>,
     /// None where there are none.
     biases: Option<Buffer<bf16>>,
@@ -52,30 +49,33 @@ enum Rows {
     Sequences,
 }
 
-/// Weights in fewer bytes.
-enum Compact {
-    /// There are none.
-    None,
+/// The weights that a step reads.
+enum StepWeights {
+    /// The stream.
+    Plain,
     /// Packed without loss, with their maps.
-    Lossless(Packed, TensorMaps),
+    Lossless(Lossless, TensorMaps),
     /// The codes of the layers' matrices, by their maps, and the chunk of the stream at which the head begins.
     Quantized(Coding, TensorMaps, u64),
     /// Codes that are multiplied, and where the head begins, likewise.
     E4m3(e4m3::Weights, StepInputs, u64),
 }
 
-/// Whether there is room for packed weights.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Room {
-    /// It was kept for them.
-    Kept,
-    /// If they leave most of the memory to the cache, which comes later.
-    IfFree,
+impl StepWeights {
+    /// What there is in the fewest bytes.
+    fn new(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Self, Error> {
+        let head = weights.stream.layer_chunks();
+        Ok(match &weights.compact {
+            Compact::None => Self::Plain,
+            Compact::Packed(packed) => Self::Lossless(packed.parts(), device.array_maps(&packed.arrays())?),
+            Compact::Quantized(codes) => Self::Quantized(codes.coding(), device.array_maps(&codes.arrays())?, head),
+            Compact::E4m3(codes) => Self::E4m3(codes.weights(), StepInputs::new(device, config)?, head),
+        })
+    }
 }
 
 impl Decode {
-    /// For `weights`, if the device has the hardware. Where it pays they are packed without loss, if there is
-    /// [`Room`] for that.
+    /// For `weights`, which live as long, if the device has the hardware.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -84,12 +84,10 @@ impl Decode {
         config: &Config,
         weights: &DeviceWeights,
         cache: &KvCache,
-        room: Room,
     ) -> Result<Option<Self>, Error> {
         if !device.has_decode_kernel() {
             return Ok(None);
         }
-        let compact = Self::compact(device, config, weights, room)?;
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -106,7 +104,7 @@ impl Decode {
         let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         Ok(Some(Self {
-            compact,
+            weights: StepWeights::new(device, config, weights)?,
             norms,
             biases,
             pages: device.upload(&pages)?,
@@ -116,75 +114,6 @@ impl Decode {
             qkv_inputs: inputs,
             grid: weights.stream.blocks(),
         }))
-    }
-
-    /// Bytes that packing may take beside the weights, where it pays and they are no codes.
-    pub(crate) fn packed_at_most(device: &Device, config: &Config, weights: &DeviceWeights) -> Option<u64> {
-        let is_plain = weights.codes.is_none() && weights.e4m3.is_none();
-        let is_wanted = device.options().lossless != Some(false);
-        let bytes = 2 * weights.stream.weights().len() as u64;
-        (is_plain && is_wanted && Self::packing_pays(device, config, weights)).then(|| bytes / 20 * 17)
-    }
-
-    /// Whether layers have enough bytes for packed ones to be quicker.
-    fn packing_pays(device: &Device, config: &Config, weights: &DeviceWeights) -> bool {
-        let bytes = 2 * weights.stream.weights().len() as u64;
-        bytes / config.num_hidden_layers as u64 >= device.capabilities().tuning().lossless_from
-    }
-
-    /// What the weights are in fewer bytes: codes, if they are there, or packed without loss where that pays.
-    fn compact(device: &Device, config: &Config, weights: &DeviceWeights, room: Room) -> Result<Compact, Error> {
-        let stream = weights.stream.weights();
-        // Of a head, bits are of no interest to anybody.
-        let wanted = device.options().lossless.filter(|wanted| *wanted || !is_head(config, weights));
-        let is_kept = room == Room::Kept;
-        let fits = |bytes: u64| Ok::<_, Error>(is_kept || device.free_memory()?.is_none_or(|free| free / 4 > bytes));
-        if let Some(codes) = &weights.codes {
-            let maps = device.array_maps(&codes.arrays())?;
-            return Ok(Compact::Quantized(codes.coding(), maps, weights.stream.layer_chunks()));
-        }
-        if let Some(codes) = &weights.e4m3 {
-            let inputs = StepInputs::new(device, config)?;
-            return Ok(Compact::E4m3(codes.weights(), inputs, weights.stream.layer_chunks()));
-        }
-        if wanted == Some(false) {
-            return Ok(Compact::None);
-        }
-        let bytes = 2 * stream.len() as u64;
-        // The emulator has no memory of its own that would be saved.
-        let pays = Self::packing_pays(device, config, weights) && device.free_memory()?.is_some();
-        if wanted == Some(true) || pays && fits(bytes)? {
-            let packed = timed("packing the weights", || Packed::new(device, stream, &weights.stream.bounds()))?;
-            let with_maps = |packed: Packed| {
-                let maps = device.array_maps(&packed.arrays())?;
-                Ok(Compact::Lossless(packed, maps))
-            };
-            return packed.map_or(Ok(Compact::None), with_maps);
-        }
-        Ok(Compact::None)
-    }
-
-    /// Bytes of the weights packed without loss, if they are.
-    pub fn packed_bytes(&self) -> Option<u64> {
-        self.packed().map(Packed::bytes)
-    }
-
-    /// What the weights packed without loss are, if they are packed.
-    fn packed(&self) -> Option<&Packed> {
-        match &self.compact {
-            Compact::Lossless(packed, _) => Some(packed),
-            Compact::None | Compact::Quantized(..) | Compact::E4m3(..) => None,
-        }
-    }
-
-    /// Where the packed weights are, if they are packed.
-    pub fn lossless(&self) -> Option<Lossless> {
-        self.packed().map(Packed::parts)
-    }
-
-    /// What the sums of a matrix are multiplied with, by the kernels that read packed weights.
-    pub fn scale(&self, layer: usize, matrix: Matrix) -> f32 {
-        self.packed().map_or(1.0, |packed| packed.scale(matrix.number(layer)))
     }
 
     /// Counters that must be zero when a step begins.
@@ -231,11 +160,13 @@ impl Decode {
     /// # Errors
     /// A refused launch.
     pub unsafe fn enqueue(&self, device: &Device, most: (u32, RowsOf), step: DecodeStep) -> Result<(), Error> {
-        let step = match &self.compact {
-            Compact::None => step,
-            Compact::Lossless(packed, maps) => DecodeStep { lossless: packed.parts(), maps: maps.ptr(0), ..step },
-            Compact::Quantized(_, maps, head_base) => DecodeStep { maps: maps.ptr(0), head_base: *head_base, ..step },
-            Compact::E4m3(weights, inputs, head_base) => {
+        let step = match &self.weights {
+            StepWeights::Plain => step,
+            StepWeights::Lossless(packed, maps) => DecodeStep { lossless: *packed, maps: maps.ptr(0), ..step },
+            StepWeights::Quantized(_, maps, head_base) => {
+                DecodeStep { maps: maps.ptr(0), head_base: *head_base, ..step }
+            }
+            StepWeights::E4m3(weights, inputs, head_base) => {
                 DecodeStep { e4m3: *weights, inputs: inputs.parts(), head_base: *head_base, ..step }
             }
         };
@@ -267,43 +198,43 @@ impl Decode {
             // How many rows of one sequence there are, the device alone knows: of both kernels one finds nothing to do.
             let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
             for rows in [one, several].into_iter().flatten() {
-                match (&self.compact, rows) {
-                    (Compact::None, Rows::One) => launch!(decode::decode_1),
-                    (Compact::None, Rows::Few) => launch!(decode::decode_8),
-                    (Compact::None, Rows::Many) => launch!(decode::decode_16),
-                    (Compact::None, Rows::Tree) => launch!(decode::decode_tree),
-                    (Compact::None, Rows::FewSequences) => launch!(decode::decode_8_sequences),
-                    (Compact::None, Rows::Sequences) => launch!(decode::decode_16_sequences),
-                    (Compact::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),
-                    (Compact::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
-                    (Compact::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
-                    (Compact::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
-                    (Compact::Lossless(..), Rows::FewSequences) => launch!(decode::decode_8_sequences_lossless),
-                    (Compact::Lossless(..), Rows::Sequences) => launch!(decode::decode_16_sequences_lossless),
-                    (Compact::E4m3(..), Rows::One) => launch!(decode::decode_1_e4m3),
-                    (Compact::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
-                    (Compact::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
-                    (Compact::E4m3(..), Rows::FewSequences | Rows::Sequences) => {
+                match (&self.weights, rows) {
+                    (StepWeights::Plain, Rows::One) => launch!(decode::decode_1),
+                    (StepWeights::Plain, Rows::Few) => launch!(decode::decode_8),
+                    (StepWeights::Plain, Rows::Many) => launch!(decode::decode_16),
+                    (StepWeights::Plain, Rows::Tree) => launch!(decode::decode_tree),
+                    (StepWeights::Plain, Rows::FewSequences) => launch!(decode::decode_8_sequences),
+                    (StepWeights::Plain, Rows::Sequences) => launch!(decode::decode_16_sequences),
+                    (StepWeights::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),
+                    (StepWeights::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
+                    (StepWeights::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
+                    (StepWeights::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
+                    (StepWeights::Lossless(..), Rows::FewSequences) => launch!(decode::decode_8_sequences_lossless),
+                    (StepWeights::Lossless(..), Rows::Sequences) => launch!(decode::decode_16_sequences_lossless),
+                    (StepWeights::E4m3(..), Rows::One) => launch!(decode::decode_1_e4m3),
+                    (StepWeights::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
+                    (StepWeights::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
+                    (StepWeights::E4m3(..), Rows::FewSequences | Rows::Sequences) => {
                         launch!(decode::decode_16_sequences_e4m3)
                     }
-                    (Compact::Quantized(coding, ..), Rows::One) => {
+                    (StepWeights::Quantized(coding, ..), Rows::One) => {
                         by_code!(coding, K in decode: decode_1_fp8, decode_1_int4, decode_1_int4_f16 => launch!(K))
                     }
-                    (Compact::Quantized(coding, ..), Rows::Few) => {
+                    (StepWeights::Quantized(coding, ..), Rows::Few) => {
                         by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
                     }
-                    (Compact::Quantized(coding, ..), Rows::Many) => {
+                    (StepWeights::Quantized(coding, ..), Rows::Many) => {
                         by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
                     }
-                    (Compact::Quantized(coding, ..), Rows::FewSequences) => by_code!(
+                    (StepWeights::Quantized(coding, ..), Rows::FewSequences) => by_code!(
                         coding, K in decode: decode_8_sequences_fp8, decode_8_sequences_int4,
                         decode_8_sequences_int4_f16 => launch!(K)
                     ),
-                    (Compact::Quantized(coding, ..), Rows::Sequences) => by_code!(
+                    (StepWeights::Quantized(coding, ..), Rows::Sequences) => by_code!(
                         coding, K in decode: decode_16_sequences_fp8, decode_16_sequences_int4,
                         decode_16_sequences_int4_f16 => launch!(K)
                     ),
-                    (Compact::Quantized(coding, ..), Rows::Tree) => by_code!(
+                    (StepWeights::Quantized(coding, ..), Rows::Tree) => by_code!(
                         coding, K in decode: decode_tree_fp8, decode_tree_int4, decode_tree_int4_f16 => launch!(K)
                     ),
                 }?;

@@ -9,7 +9,7 @@ use model::{Checkpoint, Config, EagleHead, Matcher, Tokenizer};
 use crate::Error;
 use crate::device::Device;
 use crate::forward::{Footprint, Forward, HeadWeights};
-use crate::weights::DeviceWeights;
+use crate::kept::Kept;
 
 /// No budget: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
@@ -74,8 +74,7 @@ impl DraftCheckpoint {
         let has_prefill = device.has_prefill();
         Ok(match self {
             Self::Model(draft) => {
-                let kept = DeviceWeights::kept(draft, device)?;
-                Footprint::of(&draft.config, capacity, has_prefill).coded(&draft.config, kept)
+                Footprint::of(&draft.config, capacity, has_prefill).keeping(&draft.config, Kept::of(draft, device)?)
             }
             Self::Eagle3(head) => HeadWeights::footprint(head, capacity, has_prefill),
         })

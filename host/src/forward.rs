@@ -35,11 +35,9 @@ use self::tree::Tree;
 use self::unfused::Apart;
 use crate::Error;
 use crate::cache::KvCache;
-use crate::decode::{Decode, Room};
+use crate::decode::Decode;
 use crate::device::{Buffer, Device};
-use crate::e4m3::E4m3;
 use crate::prefill::{Prefill, PrefillInputs, Results};
-use crate::quantized::Quantized;
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
@@ -195,7 +193,7 @@ impl Forward {
         covered::check_weights(device, config, &weights, if pairs.is_some() { 2 } else { 1 })?;
         assert!(room.pages > 0, "a cache without pages");
         let (rows, splits) = (room.rows, room.splits());
-        let coded = weights.e4m3.is_some();
+        let coded = weights.e4m3().is_some();
         // GEMMs write whole tiles of rows.
         let of_gemms = if coded { Coded::rows(rows) } else { rows };
         let q = config.query_size();
@@ -239,31 +237,20 @@ impl Forward {
         timed("cache and activations", forward)
     }
 
-    /// Allocates what the step in one launch needs, on a device that has the hardware, and makes the weights smaller
-    /// for it where that pays; says whether there is such a step.
+    /// Allocates what the step in one launch needs, on a device that has the hardware; says whether there is such a
+    /// step.
     ///
     /// # Errors
-    /// A driver error.
+    /// Too little memory, or a driver error.
     pub fn prepare_decode(&mut self) -> Result<bool, Error> {
-        self.prepare_decode_in(Room::IfFree)
-    }
-
-    /// The same, with packed weights in this room.
-    ///
-    /// # Errors
-    /// As [`prepare_decode`](Self::prepare_decode).
-    pub(crate) fn prepare_decode_in(&mut self, room: Room) -> Result<bool, Error> {
-        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache, room);
+        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
         self.decode = timed("memory for the decode kernel", decode)?;
         Ok(self.decode.is_some())
     }
 
     /// Bytes of the weights in fewer bytes than bf16 has, if steps read such.
     pub fn compact_bytes(&self) -> Option<u64> {
-        let codes = self.weights.codes.as_ref().map(Quantized::bytes);
-        codes
-            .or_else(|| self.weights.e4m3.as_ref().map(E4m3::bytes))
-            .or_else(|| self.decode.as_ref().and_then(Decode::packed_bytes))
+        self.weights.compact.bytes()
     }
 
     /// The step in one launch, if it was prepared; its counters must be zero when it begins.
@@ -351,7 +338,7 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub fn prepare_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
         if self.device.capabilities().has_gemms() {
-            let in_e4m3 = self.weights.e4m3.is_some();
+            let in_e4m3 = self.weights.e4m3().is_some();
             let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, in_e4m3);
             self.prefill = Some(timed("memory for passes over prompts", prefill)?);
         }
@@ -604,8 +591,8 @@ impl Forward {
     pub unsafe fn enqueue_rows(&self, pass: &Pass) -> Result<Option<Global<u64>>, Error> {
         self.check_room(pass.most_rows as usize, pass.end as usize);
         pass.output.check(pass.most_rows as usize);
-        match (&self.batched, self.decode(), pass.tiles) {
-            (Some(batched), Some(decode), Some(tiles)) => self.enqueue_batched(batched, decode, pass, tiles),
+        match (&self.batched, pass.tiles) {
+            (Some(batched), Some(tiles)) => self.enqueue_batched(batched, pass, tiles),
             _ => self.enqueue_unfused(pass).map(|()| None),
         }
     }

@@ -25,6 +25,7 @@ use crate::device::{Buffer, Device, Mapped, Pinned};
 use crate::draft::{Draft, DraftCheckpoint};
 use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Passes, Proposals, ScriptDrafter};
 use crate::forward::{Footprint, Forward, RowOutput};
+use crate::kept::Kept;
 use crate::masks::Masks;
 use crate::prefill::Prefill;
 use crate::profile::Phase;
@@ -150,9 +151,7 @@ impl Gpu {
             draft.check_for(checkpoint)?;
             draft.check_shapes().map_err(|error| Error::DraftModel(Box::new(error)))?;
         }
-        let kept = DeviceWeights::kept(checkpoint, device)?;
         let plain = Footprint::of(config, capacity, device.has_prefill());
-        let coded = plain.coded(config, kept);
         let beside = draft.map(|draft| draft.footprint(capacity, device)).transpose()?;
         let fits = |of_model: Footprint, beside: Option<Footprint>| {
             let Some(left) = of_model.left_on(device, capacity)? else { return Ok(()) };
@@ -164,15 +163,19 @@ impl Gpu {
                 _ => Ok(()),
             }
         };
-        fits(coded, beside)?;
-        let (of_model, of_draft) = (coded.weights, beside.map_or(0, |of| of.weights));
+        let kept = Kept::of(checkpoint, device)?;
+        let may_be_beside = kept.filter(|kept| kept.plain && fits(plain.keeping(config, Some(*kept)), beside).is_ok());
+        let kept = may_be_beside.or(kept.map(Kept::alone));
+        let footprint = plain.keeping(config, kept);
+        fits(footprint, beside)?;
+        let (of_model, of_draft) = (footprint.weights, beside.map_or(0, |of| of.weights));
         let all = of_model + of_draft;
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
         let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(plain, beside), told)?;
         let load_draft = |draft| {
             let told = &mut |done: u64, _: u64| progress(of_model + done.min(of_draft), all);
             // The model's weights are there by then, and its cache is not.
-            let fits = |of_draft| fits(Footprint { weights: 0, ..coded }, Some(of_draft));
+            let fits = |of_draft| fits(Footprint { weights: 0, ..footprint }, Some(of_draft));
             DraftWeights::upload(draft, config, device, capacity, &fits, told).map_err(|error| match error {
                 Error::DraftModelTooLarge { .. } => error,
                 error => Error::DraftModel(Box::new(error)),

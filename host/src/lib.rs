@@ -20,6 +20,7 @@ mod error;
 pub mod forward;
 pub mod gemm;
 mod gpu;
+mod kept;
 mod lossless;
 mod masks;
 pub mod prefill;
@@ -39,10 +40,11 @@ pub use draft::{Draft, DraftCheckpoint, ModelDraft, NgramDraft, Ngrams};
 pub use engine::{DeviceChoice, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::{DraftWeights, Gpu};
+pub use kept::{Form, Kept};
 pub use lossless::PackedSize;
 pub use profile::Profile;
 pub use prompt::encode_prompt;
-pub use quantized::{Coding, Kept};
+pub use quantized::Coding;
 
 /// Told the bytes loaded so far and in all; breaking stops the load.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

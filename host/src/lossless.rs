@@ -1,26 +1,36 @@
 //! Weights packed without loss for the decode kernels (see `gpu_kernels::weights::lossless`).
+//!
+//! A checkpoint's [size](PackedSize) says how long lists of escapes are, by some of its tiles. So every matrix is packed
+//! as soon as it is laid out, without the host, and what does not fit after all is found out at the end.
 
 mod sampled;
 
-use cuda_std::GlobalMut;
 use cuda_std::tensor::Array;
-use gpu_kernels::stream::TOGETHER;
-use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, MOST_ESCAPES, Pack, TILE_WEIGHTS};
-use half::bf16;
+use gpu_kernels::stream::{StreamMatrix, TOGETHER, Walk};
+use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, Pack, REGIONS, TILE_WEIGHTS, Unpack};
+use model::plan::Matrix;
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::stream::Stream;
 
-pub use self::sampled::PackedSize;
+pub use self::sampled::{PackedSize, Sample};
 
-/// The weights of a model, packed.
+/// The weights of a model, packed: of all layers, and the head.
 pub struct Packed {
     regions: Buffer<u8>,
     more: Buffer<u16>,
+    /// `[matrices]`
     scales: Buffer<f32>,
-    /// What is in it.
+    /// What is in it, once all are packed.
     factors: Vec<f32>,
+    /// `[matrices][2][2]`: as [`Pack::counts`].
+    counts: Buffer<u32>,
+    /// As [`Pack::notes`].
+    notes: Buffer<u32>,
     list_bytes: u32,
+    /// The chunk at which each matrix begins; and the last one's end.
+    bases: Vec<u64>,
 }
 
 /// The most that packing may leave of bf16's bytes for it to be worth its work.
@@ -29,85 +39,122 @@ const WORTH: f64 = 0.85;
 const LIST_STEP: u32 = 16;
 /// One in so many tiles may have more escapes than its list has room for: the others are waited for.
 const SELDOM: u64 = 200;
-
-/// How many tiles have so many escapes.
-type Counts = Vec<u32>;
-
-/// How one matrix is packed.
-#[derive(Clone, Copy, Debug)]
-struct Matrix {
-    /// Its first chunk of 8 N-tiles, and one beyond its last.
-    chunks: [u32; 2],
-    double: bool,
-}
+/// Escapes beyond lists' room for which there is memory anyway: those of a few tiles may be more than in the sample.
+const SPARE_ESCAPES: u64 = 1 << 14;
 
 /// Launches over so many chunks at a time: a grid has no more in its second dimension.
 const MOST_CHUNKS: u32 = 65_535;
 
 impl Packed {
-    /// Packs the `stream`, whose matrices begin at these `bounds`, in chunks, the last of which is the end. None if it
-    /// would not be smaller enough, or if some weights are too far apart.
+    /// Memory for matrices of so many N-tiles and input features each, that have this size packed.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(device: &Device, stream: &Buffer<bf16>, bounds: &[u64]) -> Result<Option<Self>, Error> {
-        let mut counts: Buffer<u32> = device.zeroed(MOST_ESCAPES as usize + 1)?;
-        let mut all = vec![0u64; MOST_ESCAPES as usize + 1];
-        let mut matrices = Vec::new();
-        for bounds in bounds.windows(2) {
-            let chunks = [bounds[0], bounds[1]].map(|chunk| (chunk / u64::from(TOGETHER)) as u32);
-            let mut best: Option<(u64, Matrix, Counts)> = None;
-            for double in [false, true] {
-                counts.clear()?;
-                let matrix = Matrix { chunks, double };
-                let pack = Pack { counts: counts.ptr_mut(), ..pack(stream, &matrix) };
-                let count = |pack, chunks| {
-                    // SAFETY: the chunks are the stream's, and there is a count for every number of escapes.
-                    unsafe { device.launch::<lossless::count_escapes>((4, chunks), 0, pack) }
-                };
-                matrix.each(count, pack)?;
-                let mut found = vec![0; counts.len()];
-                counts.read(0, &mut found)?;
-                let escapes = escapes_of(&found);
-                let unfit = found[MOST_ESCAPES as usize] > 0;
-                if !unfit && best.as_ref().is_none_or(|(fewest, ..)| escapes < *fewest) {
-                    best = Some((escapes, matrix, found));
-                }
+    pub fn new(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, size: PackedSize) -> Result<Self, Error> {
+        let mut walk = Walk::new(device.sms());
+        let mut bases = vec![0];
+        for (n_tiles, k) in sizes {
+            walk.pass(n_tiles, k);
+            bases.push(walk.chunks);
+        }
+        let matrices = bases.len() - 1;
+        let regions = walk.chunks / u64::from(TOGETHER) * u64::from(REGIONS);
+        Ok(Self {
+            regions: device.zeroed((regions * u64::from(Lossless::region_bytes(size.list_bytes))) as usize)?,
+            more: device.zeroed(more_room(size.beyond) as usize)?,
+            scales: device.zeroed(matrices)?,
+            factors: vec![1.0; matrices],
+            counts: device.zeroed(4 * matrices)?,
+            notes: device.zeroed(2)?,
+            list_bytes: size.list_bytes,
+            bases,
+        })
+    }
+
+    /// Enqueues that matrix `number` is packed, which is `from` by then.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no such matrix: a bug of the caller.
+    pub fn pack(&self, device: &Device, number: usize, from: StreamMatrix) -> Result<(), Error> {
+        // SAFETY: within the buffers; the matrix begins there in its stream.
+        let pack = unsafe {
+            Pack {
+                stream: from.stream.at(from.base as usize * CHUNK_ELEMENTS),
+                counts: self.counts.ptr_mut().at(4 * number),
+                regions: self.regions.ptr_mut().at(self.region_at(number)),
+                more: self.more.ptr_mut(),
+                notes: self.notes.ptr_mut(),
+                scale: self.scales.ptr_mut().at(number),
+                more_room: self.more.len() as u32,
+                list_bytes: self.list_bytes,
+                first: 0,
             }
-            let Some((_, matrix, found)) = best else { return Ok(None) };
-            all.iter_mut().zip(found).for_each(|(all, tiles)| *all += u64::from(tiles));
-            matrices.push(matrix);
-        }
-        let Some(list_bytes) = list_bytes(&all).filter(|&bytes| beyond(&all, bytes) <= MOST_BEYOND) else {
-            return Ok(None);
         };
-        let regions = bounds.last().unwrap_or(&0) / u64::from(TOGETHER) * u64::from(lossless::REGIONS);
-        let factors: Vec<f32> = matrices.iter().map(|matrix| if matrix.double { 0.5 } else { 1.0 }).collect();
-        let packed = Self {
-            regions: device.zeroed((regions * u64::from(Lossless::region_bytes(list_bytes))) as usize)?,
-            more: device.zeroed(beyond(&all, list_bytes) as usize)?,
-            scales: device.upload(&factors)?,
-            factors,
-            list_bytes,
-        };
-        let more_count: Buffer<u32> = device.zeroed(1)?;
-        for matrix in &matrices {
-            let pack = Pack {
-                regions: packed.regions.ptr_mut(),
-                more: packed.more.ptr_mut(),
-                more_count: more_count.ptr_mut(),
-                list_bytes,
-                ..pack(stream, matrix)
-            };
-            let pack_all = |pack, chunks| {
-                // SAFETY: the chunks are the stream's, every one of them has its regions, and every escape has room.
-                unsafe { device.launch::<lossless::pack_weights>((4, chunks), 0, pack) }
-            };
-            matrix.each(pack_all, pack)?;
+        for (first, chunks) in self.grids(number) {
+            // SAFETY: the chunks are the matrix's.
+            unsafe { device.launch::<lossless::count_escapes>((REGIONS, chunks), 0, Pack { first, ..pack })? };
         }
-        // What counts them goes when the kernels are done.
-        device.synchronize()?;
-        Ok(Some(packed))
+        for (first, chunks) in self.grids(number) {
+            // SAFETY: likewise, and every one of them has its regions.
+            unsafe { device.launch::<lossless::pack_weights>((REGIONS, chunks), 0, Pack { first, ..pack })? };
+        }
+        Ok(())
+    }
+
+    /// Once all matrices are packed, whether they are what they were: no tile was beyond packing, and every escape had
+    /// room. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn finish(&mut self) -> Result<bool, Error> {
+        self.scales.read(0, &mut self.factors)?;
+        let mut unfit = [0];
+        self.notes.read(1, &mut unfit)?;
+        Ok(unfit == [0] && self.beyond()? <= self.more.len() as u64)
+    }
+
+    /// Enqueues that `stream` has a layer's weights again.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there is no such layer: a bug of the caller.
+    pub fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
+        for matrix in Matrix::OF_LAYER {
+            let (number, to) = (matrix.number(layer), stream.matrix(layer, matrix));
+            let unpack = Unpack {
+                weights: self.parts(),
+                // SAFETY: the matrix begins there in its stream.
+                stream: unsafe { stream.weights().ptr_mut().at(to.base as usize * CHUNK_ELEMENTS) },
+                base: (self.bases[number] / u64::from(TOGETHER)) as u32,
+                first: 0,
+                matrix: number as u32,
+            };
+            let shared = Lossless::region_bytes(self.list_bytes);
+            for (first, chunks) in self.grids(number) {
+                let unpack = Unpack { first, ..unpack };
+                // SAFETY: there are so many chunks of it, here and in the stream.
+                unsafe { device.launch_whole::<lossless::unpack_weights>((REGIONS, chunks), shared, unpack)? };
+            }
+        }
+        Ok(())
+    }
+
+    /// The chunks of 8 N-tiles of a matrix, as the first ones and the numbers of launches over all of them.
+    fn grids(&self, number: usize) -> impl Iterator<Item = (u32, u32)> {
+        let chunks = ((self.bases[number + 1] - self.bases[number]) / u64::from(TOGETHER)) as u32;
+        let firsts = (0..chunks).step_by(MOST_CHUNKS as usize);
+        firsts.map(move |first| (first, (chunks - first).min(MOST_CHUNKS)))
+    }
+
+    /// Where a matrix begins, in bytes.
+    fn region_at(&self, number: usize) -> usize {
+        let regions = self.bases[number] / u64::from(TOGETHER) * u64::from(REGIONS);
+        (regions * u64::from(Lossless::region_bytes(self.list_bytes))) as usize
     }
 
     /// Where they are.
@@ -126,9 +173,29 @@ impl Packed {
         Lossless::maps(self.regions.ptr().addr(), regions as u64, self.list_bytes)
     }
 
-    /// What the sums of the matrix with this index are multiplied with.
-    pub fn scale(&self, matrix: usize) -> f32 {
-        self.factors[matrix]
+    /// The chunk at which a layer's matrix begins.
+    pub fn base(&self, layer: usize, matrix: Matrix) -> u64 {
+        self.bases[matrix.number(layer)]
+    }
+
+    /// Chunks of all matrices.
+    pub fn chunks(&self) -> u64 {
+        self.bases[self.bases.len() - 1]
+    }
+
+    /// What the sums of a layer's matrix are multiplied with.
+    pub fn scale(&self, layer: usize, matrix: Matrix) -> f32 {
+        self.factors[matrix.number(layer)]
+    }
+
+    /// Escapes for which lists have no room, once all matrices are packed. Waits for the device.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn beyond(&self) -> Result<u64, Error> {
+        let mut notes = [0; 2];
+        self.notes.read(0, &mut notes)?;
+        Ok(notes[0].into())
     }
 
     /// Bytes of all of it.
@@ -137,31 +204,12 @@ impl Packed {
     }
 }
 
-impl Matrix {
-    /// Calls `launch` for all of the matrix's chunks, with its parameters and how many they are.
-    fn each(&self, mut launch: impl FnMut(Pack, u32) -> Result<(), Error>, pack: Pack) -> Result<(), Error> {
-        let [mut first, end] = self.chunks;
-        while first < end {
-            let chunks = (end - first).min(MOST_CHUNKS);
-            launch(Pack { first, ..pack }, chunks)?;
-            first += chunks;
-        }
-        Ok(())
-    }
-}
+/// Elements of a chunk of the stream.
+const CHUNK_ELEMENTS: usize = gpu_kernels::stream::CHUNK_BYTES as usize / 2;
 
-/// What both kernels are told of a matrix.
-fn pack(stream: &Buffer<bf16>, matrix: &Matrix) -> Pack {
-    Pack {
-        stream: stream.ptr(),
-        counts: GlobalMut::default(),
-        regions: GlobalMut::default(),
-        more: GlobalMut::default(),
-        more_count: GlobalMut::default(),
-        list_bytes: LIST_STEP,
-        first: matrix.chunks[0],
-        double: matrix.double.into(),
-    }
+/// Room for escapes beyond lists' room, of which a sample has so many.
+fn more_room(sampled: u64) -> u64 {
+    (2 * sampled + SPARE_ESCAPES).min(MOST_BEYOND)
 }
 
 /// How many escapes there are in all.
@@ -190,6 +238,8 @@ fn list_bytes(tiles_by_escapes: &[u64]) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use gpu_kernels::weights::lossless::MOST_ESCAPES;
+
     use super::*;
 
     fn counts(tiles: &[(usize, u64)]) -> Vec<u64> {

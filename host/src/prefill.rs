@@ -380,7 +380,7 @@ impl Prefill {
     ) -> Result<(), Error> {
         // SAFETY: the caller's word.
         unsafe {
-            match (&self.codes, &parts.weights.e4m3) {
+            match (&self.codes, parts.weights.e4m3()) {
                 (Some(codes), Some(weights)) => codes.enqueue(parts.device, epilogue(gemm), weights, (layer, gemm), p),
                 _ => gemm::enqueue(parts.device, &self.beside, epilogue(gemm), p),
             }

@@ -36,32 +36,6 @@ pub struct Coding {
     pub in_blocks: bool,
 }
 
-/// What is kept of a model whose layers have codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
-    /// What the codes are.
-    pub coding: Coding,
-    /// Whether bf16 weights are beside them: otherwise they are made again, a layer at a time, for passes that read
-    /// them.
-    pub plain: bool,
-}
-
-impl Kept {
-    /// What is kept on `device` of a model with such codes, as its [options](crate::device::DeviceOptions) and its free
-    /// memory have it.
-    ///
-    /// # Errors
-    /// A driver error.
-    pub fn on(device: &Device, config: &Config, coding: Coding) -> Result<Self, Error> {
-        let plain = match device.options().plain_beside {
-            _ if coding.in_blocks => false,
-            Some(plain) => plain,
-            None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
-        };
-        Ok(Self { coding, plain })
-    }
-}
-
 /// An expression with a type of a module that depends on the codes: FP8, int4, or int4 whose scales have two parts.
 macro_rules! by_code {
     ($coding:expr, $of:ident in $module:ident: $fp8:ty, $int4:ty, $int4_f16:ty => $what:expr) => {{

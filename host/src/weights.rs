@@ -16,8 +16,10 @@ use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
 use crate::device::{Buffer, Device, Filling, Group, Region};
 use crate::e4m3::{self, E4m3};
-use crate::quantized::{self, Coding, Kept, Quantized};
-use crate::stream::{Source, Stream};
+use crate::kept::{Form, Kept};
+use crate::lossless::{Packed, PackedSize, Sample};
+use crate::quantized::{self, Coding, Quantized};
+use crate::stream::{Source, Stream, n_tiles};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
 
@@ -29,13 +31,57 @@ pub struct DeviceWeights {
     pub layers: Vec<DeviceLayer>,
     /// `[hidden]`.
     pub norm: Buffer<bf16>,
-    /// The matrices of the layers, and the head; or those of one layer at a time, where [codes](Self::codes) are all
-    /// that is kept.
+    /// The matrices of the layers, and the head; or those of one layer at a time, where they are
+    /// [compact](Self::compact) otherwise.
     pub stream: Stream,
-    /// The codes of the layers' matrices, if they are kept so.
-    pub codes: Option<Quantized>,
-    /// The codes of the layers' matrices, if codes are what is multiplied: then they are all that is kept.
-    pub e4m3: Option<E4m3>,
+    /// The matrices in fewer bytes, if they are kept so.
+    pub compact: Compact,
+}
+
+/// A model's matrices in fewer bytes than bf16 has.
+pub enum Compact {
+    /// There are none.
+    None,
+    /// The layers' codes.
+    Quantized(Quantized),
+    /// The layers' codes, which are what is multiplied: then they are all that is kept.
+    E4m3(E4m3),
+    /// Packed without loss.
+    Packed(Packed),
+}
+
+impl Compact {
+    /// Memory for what is kept of a model, if it is not bf16 alone.
+    fn new(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Self, Error> {
+        Ok(match kept.map(|kept| kept.form) {
+            None => Self::None,
+            Some(Form::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),
+            Some(Form::Coded(coding)) => Self::Quantized(Quantized::new(device, config, coding)?),
+            Some(Form::Packed(size)) => {
+                Self::Packed(Packed::new(device, config.gemms().map(|gemm| n_tiles(&gemm)), size)?)
+            }
+        })
+    }
+
+    /// Once all matrices are there, whether they are what they are to be. Waits for the device.
+    fn finish(&mut self) -> Result<bool, Error> {
+        match self {
+            Self::None => Ok(true),
+            Self::Quantized(codes) => codes.is_exact(),
+            Self::E4m3(codes) => codes.is_exact(),
+            Self::Packed(packed) => packed.finish(),
+        }
+    }
+
+    /// Bytes of all of it; none if there is none.
+    pub fn bytes(&self) -> Option<u64> {
+        match self {
+            Self::None => None,
+            Self::Quantized(codes) => Some(codes.bytes()),
+            Self::E4m3(codes) => Some(codes.bytes()),
+            Self::Packed(packed) => Some(packed.bytes()),
+        }
+    }
 }
 
 /// One layer's weights, but for its matrices.
@@ -54,9 +100,8 @@ pub struct DeviceLayer {
 
 impl DeviceWeights {
     /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
-    /// and quantised ones become the bf16 that they mean, or codes, as [`kept`](Self::kept) has it. Every weight is
-    /// checked on the way. Where the codes cannot be kept after all, `plain_fits` is asked before all of it is loaded
-    /// again, as bf16.
+    /// and quantised ones become the bf16 that they mean; or all are what is `kept`. Every weight is checked on the way.
+    /// Where that cannot be kept after all, `plain_fits` is asked before all of it is loaded again, as bf16.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, what `plain_fits`
@@ -68,29 +113,17 @@ impl DeviceWeights {
         plain_fits: impl FnOnce() -> Result<(), Error>,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
-        if let Some(coded) = Self::upload_as(checkpoint, device, kept, progress)? {
-            return Ok(coded);
+        if let Some(kept) = Self::upload_as(checkpoint, device, kept, progress)? {
+            return Ok(kept);
         }
-        // A scale or a weight that the kernels' codes do not have: the weights themselves are then what is kept.
+        // A scale or a weight that the kernels' codes do not have, or too many escapes: the weights themselves are then
+        // what is kept.
         plain_fits()?;
         let plain = Self::upload_as(checkpoint, device, None, progress)?;
         Ok(plain.expect("weights in bf16 have no codes that could not do"))
     }
 
-    /// What is kept on a device of a checkpoint whose layers have codes; none if they have none that kernels read.
-    ///
-    /// # Errors
-    /// As [`Checkpoint::weights`]; a driver error.
-    pub fn kept(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Kept>, Error> {
-        let wanted = device.capabilities().has_decode_kernel() && device.options().lossless != Some(false);
-        let coding = if wanted { Coding::of(&checkpoint.weights()?) } else { None };
-        coding
-            .filter(|coding| coding.is_for(device))
-            .map(|coding| Kept::on(device, &checkpoint.config, coding))
-            .transpose()
-    }
-
-    /// The same with codes or without; none if there are no such codes after all.
+    /// The same as what is kept, or as bf16; none if that cannot be kept after all.
     fn upload_as(
         checkpoint: &Checkpoint,
         device: &Device,
@@ -101,11 +134,11 @@ impl DeviceWeights {
         let mut plan = Plan::new(device);
         let planned = || Self::planned(&of_checkpoint, &checkpoint.config, kept, &mut plan);
         // Where matrices wait to be laid out, as long as this takes.
-        let (this, _staging) = timed("memory for the weights", planned)?;
+        let (mut this, _staging) = timed("memory for the weights", planned)?;
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
-        let collector = kept.map(|kept| Scales::new(&of_checkpoint, kept.coding));
+        let collector = kept.and_then(Kept::coding).map(|coding| Scales::new(&of_checkpoint, coding));
         let is_unfit = || collector.as_ref().is_some_and(Scales::is_unfit);
         let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
             None => Ok(weights[i].0.read_bf16(weights[i].1 + at / 2, out)?),
@@ -121,14 +154,19 @@ impl DeviceWeights {
             let Some((number, source)) = behind[group] else { return Ok(()) };
             // SAFETY: the copies of the matrix are enqueued, and its memory is filled anew behind this alone.
             unsafe { this.stream.lay_out(device, number, source)? };
-            let Some(collector) = collector.as_ref().filter(|_| number < this.layers.len() * Matrix::OF_LAYER.len())
-            else {
+            // The head comes in parts, and stays.
+            if number >= this.layers.len() * Matrix::OF_LAYER.len() {
                 return Ok(());
-            };
+            }
             let from = this.stream.matrices()[number];
-            match (&this.codes, &this.e4m3, collector) {
-                (Some(codes), _, Scales::Words(of)) => codes.find(device, number, from, &of.scales(number)),
-                (_, Some(codes), Scales::Blocks(of)) => codes.find(device, number, from, &of.scales(number)),
+            match (&this.compact, &collector) {
+                (Compact::Quantized(codes), Some(Scales::Words(of))) => {
+                    codes.find(device, number, from, &of.scales(number))
+                }
+                (Compact::E4m3(codes), Some(Scales::Blocks(of))) => {
+                    codes.find(device, number, from, &of.scales(number))
+                }
+                (Compact::Packed(packed), _) => packed.pack(device, number, from),
                 _ => Ok(()),
             }
         };
@@ -144,9 +182,11 @@ impl DeviceWeights {
             return Ok(None);
         }
         filled?;
-        let is_exact = this.codes.as_ref().map_or(Ok(true), Quantized::is_exact)?
-            && this.e4m3.as_ref().map_or(Ok(true), E4m3::is_exact)?;
-        Ok(is_exact.then_some(this))
+        if let Some(packed) = this.packed() {
+            let head = Matrix::Head.number(this.layers.len());
+            packed.pack(device, head, this.stream.matrices()[head])?;
+        }
+        Ok(this.compact.finish()?.then_some(this))
     }
 
     /// Memory for the weights, with a plan of what belongs where, and for matrices on their way.
@@ -161,7 +201,7 @@ impl DeviceWeights {
         let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
         let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
         let mut staging = Staging::new(device, largest.max(least))?;
-        let (stream, codes, e4m3) = Self::matrices(device, config, kept)?;
+        let (stream, compact) = (Self::stream(device, config, kept)?, Compact::new(device, config, kept)?);
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
         // The head, if it is that, from where it is.
@@ -186,30 +226,21 @@ impl DeviceWeights {
         } else {
             staging.stage_in_parts(plan, head, &weights.head);
         }
-        Ok((Self { embed, layers, norm, stream, codes, e4m3 }, staging))
+        Ok((Self { embed, layers, norm, stream, compact }, staging))
     }
 
-    /// Memory for matrices, or for their codes.
-    fn matrices(
-        device: &Device,
-        config: &Config,
-        kept: Option<Kept>,
-    ) -> Result<(Stream, Option<Quantized>, Option<E4m3>), Error> {
+    /// Memory for matrices in bf16.
+    fn stream(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Stream, Error> {
         let is_of_layer = kept.is_some_and(|kept| !kept.plain);
-        let stream = if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) };
-        let (stream, coding) = (stream?, kept.map(|kept| kept.coding));
-        let codes = coding.filter(|of| !of.in_blocks).map(|coding| Quantized::new(device, config, coding));
-        let e4m3 = coding.filter(|of| of.in_blocks).map(|_| E4m3::new(device, config));
-        Ok((stream, codes.transpose()?, e4m3.transpose()?))
+        if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) }
     }
 
-    /// Bytes of a model's, with codes or without.
+    /// Bytes of a model's, of which this is kept, if it is not bf16 alone.
     pub fn bytes(config: &Config, kept: Option<Kept>) -> u64 {
         let matrices: usize = config.gemms().map(|gemm| 2 * gemm.weights()).sum();
         let tied = if config.tie_word_embeddings { 2 * config.head().weights() } else { 0 };
         let others = config.weight_bytes(2) as u64 + tied as u64 - matrices as u64;
-        let stream = Stream::bytes(config, kept.is_some_and(|kept| !kept.plain));
-        others + stream + kept.map_or(0, |kept| kept.coding.bytes_of(config, 1))
+        others + kept.map_or_else(|| Stream::bytes(config, false), |kept| kept.bytes(config))
     }
 }
 
@@ -250,8 +281,18 @@ impl DeviceWeights {
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
             (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
         });
-        let coding = code.map(Coding::rounded).filter(|coding| coding.is_for(device));
-        let kept = coding.map(|coding| Kept::on(device, config, coding)).transpose()?;
+        let form = match code.map(Coding::rounded) {
+            Some(coding) => Some(Form::Coded(coding)).filter(|_| coding.is_for(device)),
+            None if Kept::packs(device, config) => {
+                let sample = |gemm: Gemm| {
+                    let (n_tiles, k) = n_tiles(&gemm);
+                    Sample::new(n_tiles, k, &pattern[..N_TILE as usize * gemm.k])
+                };
+                PackedSize::of_samples(&config.gemms().map(sample).collect::<Vec<_>>()).map(Form::Packed)
+            }
+            None => None,
+        };
+        let kept = form.map(|form| Kept::on(device, config, form)).transpose()?;
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
             filled += 1;
@@ -263,7 +304,7 @@ impl DeviceWeights {
         let hidden = config.hidden_size;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let (stream, codes, e4m3) = Self::matrices(device, config, kept)?;
+        let (stream, mut compact) = (Self::stream(device, config, kept)?, Compact::new(device, config, kept)?);
         for (number, gemm) in config.gemms().enumerate() {
             let is_head = gemm.matrix == Matrix::Head;
             let weights = match is_head {
@@ -275,17 +316,20 @@ impl DeviceWeights {
             let up = (gemm.matrix == Matrix::GateUp).then_some(weights.len() / 2);
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
             unsafe { stream.lay_out(device, number, Source::new(weights, gemm.n, up))? };
-            if let (Some((_, scale, zero)), false) = (&quantized, is_head) {
-                let (from, shape) = (stream.matrices()[number], [gemm.weight_rows(), gemm.k]);
-                if let Some(codes) = &codes {
+            let (from, shape) = (stream.matrices()[number], [gemm.weight_rows(), gemm.k]);
+            match (&compact, &quantized) {
+                (Compact::Packed(packed), _) => packed.pack(device, number, from)?,
+                (Compact::Quantized(codes), Some((_, scale, zero))) if !is_head => {
                     let scales = quantized::uniform_scales(codes.coding(), shape, *scale, *zero);
                     codes.find(device, number, from, &scales)?;
                 }
-                if let Some(codes) = &e4m3 {
+                (Compact::E4m3(codes), Some((_, scale, _))) if !is_head => {
                     codes.find(device, number, from, &e4m3::uniform_scales(shape, *scale))?;
                 }
+                _ => {}
             }
         }
+        assert!(compact.finish()?, "a model's weights, normally distributed");
         let layer = |_| {
             Ok(DeviceLayer {
                 input_norm: ones(hidden)?,
@@ -303,25 +347,38 @@ impl DeviceWeights {
             norm: ones(hidden)?,
             embed,
             stream,
-            codes,
-            e4m3,
+            compact,
         })
     }
 }
 
 impl DeviceWeights {
-    /// The codes, where they are all that is kept of the layers' matrices.
-    pub fn only_codes(&self) -> Option<&Quantized> {
-        self.codes.as_ref().filter(|_| self.stream.is_of_layer())
+    /// The codes of the layers' matrices, if they are kept so and mean bf16.
+    pub fn codes(&self) -> Option<&Quantized> {
+        if let Compact::Quantized(codes) = &self.compact { Some(codes) } else { None }
     }
 
-    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where codes are
-    /// all that is kept, they are made now.
+    /// The codes of the layers' matrices, if codes are what is multiplied.
+    pub fn e4m3(&self) -> Option<&E4m3> {
+        if let Compact::E4m3(codes) = &self.compact { Some(codes) } else { None }
+    }
+
+    /// The matrices packed without loss, if they are kept so.
+    pub fn packed(&self) -> Option<&Packed> {
+        if let Compact::Packed(packed) = &self.compact { Some(packed) } else { None }
+    }
+
+    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where it has room
+    /// for one layer alone, they are made now.
     ///
     /// # Errors
     /// A refused launch.
     pub fn make_layer(&self, device: &Device, layer: usize) -> Result<(), Error> {
-        self.only_codes().map_or(Ok(()), |codes| codes.make_layer(device, layer, &self.stream))
+        match &self.compact {
+            Compact::Quantized(codes) if self.stream.is_of_layer() => codes.make_layer(device, layer, &self.stream),
+            Compact::Packed(packed) if self.stream.is_of_layer() => packed.make_layer(device, layer, &self.stream),
+            _ => Ok(()),
+        }
     }
 
     /// The bias of a GEMM of the plan in a layer; null where it has none.
@@ -628,18 +685,43 @@ mod tests {
     }
 
     #[test]
+    fn weights_that_cannot_be_packed_after_all_stay_plain() {
+        let demo = Checkpoint::demo().unwrap();
+        let form = Form::Packed(PackedSize::of(&demo, 1).unwrap().expect("packed"));
+        let device = Device::emulator(0);
+        // One is far from all others, where a sample would not have met it.
+        let folder = damaged("model.layers.2.mlp.up_proj.weight", 4_321, bf16::from_f32(1e30));
+        let far = Checkpoint::open(&folder);
+        std::fs::remove_dir_all(&folder).unwrap();
+        for (checkpoint, is_packed) in [(demo, true), (far.unwrap(), false)] {
+            for plain in [true, false] {
+                let (mut asked, kept) = (0, Some(Kept { form, plain }));
+                let fits = || {
+                    asked += 1;
+                    Ok(())
+                };
+                let go_on = &mut |_, _| ControlFlow::Continue(());
+                let weights = DeviceWeights::upload(&checkpoint, &device, kept, fits, go_on).unwrap();
+                assert_eq!((weights.packed().is_some(), asked), (is_packed, i32::from(!is_packed)));
+                assert_eq!(weights.stream.is_of_layer(), is_packed && !plain);
+            }
+        }
+    }
+
+    #[test]
     fn room_is_asked_for_again_where_codes_are_unfit() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/formats/gptq_qwen2");
         let (checkpoint, device) = (Checkpoint::open(&folder).unwrap(), Device::emulator(0));
-        let kept = DeviceWeights::kept(&checkpoint, &device).unwrap().expect("codes");
-        assert!(kept.coding.is_fine);
+        let kept = Kept::of(&checkpoint, &device).unwrap().expect("codes");
+        let coding = kept.coding().expect("codes");
+        assert!(coding.is_fine);
         // Its scales in f16 have more bits than coarse ones.
         for is_fine in [true, false] {
-            let kept = Kept { coding: Coding { is_fine, ..kept.coding }, ..kept };
+            let kept = Kept { form: Form::Coded(Coding { is_fine, ..coding }), ..kept };
             let full = || Err(Error::OutOfMemory { wanted: 1, free: 0 });
             let mut progress = |_, _| ControlFlow::Continue(());
             match DeviceWeights::upload(&checkpoint, &device, Some(kept), full, &mut progress) {
-                Ok(weights) => assert!(is_fine && weights.codes.is_some()),
+                Ok(weights) => assert!(is_fine && weights.codes().is_some()),
                 Err(error) => assert!(!is_fine && matches!(error, Error::OutOfMemory { .. }), "{error}"),
             }
         }

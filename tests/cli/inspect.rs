@@ -118,7 +118,7 @@ fn a_model_on_the_hub_is_described_without_its_weights() {
     }
     // What weights pack to, they alone can tell.
     let mut memory = local["memory"].clone();
-    for field in ["packed_bytes", "packed_from_bytes"] {
+    for field in ["packed_bytes", "packed_from_bytes", "packed_alone_bytes"] {
         assert!(memory[field].take().as_u64().is_some_and(|bytes| bytes > 0), "{field}");
     }
     assert_eq!(json["memory"], memory);

@@ -227,7 +227,7 @@ pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Gener
 /// If they do not fit.
 pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -> host::weights::DeviceWeights {
     let upload = || {
-        let kept = host::weights::DeviceWeights::kept(checkpoint, device)?;
+        let kept = host::Kept::of(checkpoint, device)?;
         let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
         host::weights::DeviceWeights::upload(checkpoint, device, kept, || Ok(()), go_on)
     };
@@ -250,7 +250,7 @@ pub fn decode_unfused_and_batched(
     use host::forward::{Forward, Pass, Row, RowOutput, RowsOf};
 
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
-        let quantised = weights.codes.is_some() || weights.e4m3.is_some();
+        let quantised = weights.compact.bytes().is_some();
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
         assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
         let codes = forward.compact_bytes();
@@ -319,7 +319,7 @@ pub fn unfused_and_batched(
     use host::forward::{Capacity, Forward, Row, RowOutput};
 
     let run = move || -> Result<[Vec<f32>; 4], host::Error> {
-        let (sequences, in_e4m3) = (positions.len(), weights.e4m3.is_some());
+        let (sequences, in_e4m3) = (positions.len(), weights.e4m3().is_some());
         let count = positions.iter().map(Range::len).sum::<usize>();
         let context = positions.iter().map(|positions| positions.end as usize).max().unwrap_or(0);
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);

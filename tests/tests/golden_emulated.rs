@@ -102,7 +102,8 @@ fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
     assert_eq!(wide, launched, "{rows} rows of {length}, {code:?}, wide");
 }
 
-/// One tile of 96 rows and of 128, and two of each; and of codes, whose tiles have 64 rows and 128.
+/// One tile of 96 rows and of 128, and two of each; of codes, whose tiles have 64 rows and 128; and of packed weights,
+/// in tiles of 64, or unpacked a layer at a time.
 #[test]
 fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     let config = Config {
@@ -117,18 +118,21 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     // Of every other number with biases in place of norms of heads.
     let (int4, fp8) = (Some(Code::Int4), Some(Code::E4m3));
     // Of codes, those that are all that is kept, and such with bf16 beside them.
-    let plain = [70, 100, 131, 200].map(|sequences| (sequences, None, false));
+    let plain = [70, 100, 131, 200].map(|sequences| (sequences, None, false, Some(false)));
     let coded = [(40, fp8, false), (70, int4, false), (131, fp8, false), (70, fp8, true), (131, int4, true)];
-    for (i, (sequences, code, beside)) in plain.into_iter().chain(coded).enumerate() {
+    let coded = coded.map(|(sequences, code, beside)| (sequences, code, beside, None));
+    let packed = [40, 70].map(|sequences| (sequences, None, false, Some(true)));
+    for (i, (sequences, code, beside, lossless)) in plain.into_iter().chain(coded).chain(packed).enumerate() {
         let has_bias = i % 2 == 1;
         let config = Config { traits: Traits { head_norm: !has_bias, qkv_bias: has_bias }, ..config.clone() };
         let positions = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 });
-        let options = DeviceOptions { plain_beside: Some(beside), ..DeviceOptions::default() };
+        let options = DeviceOptions { plain_beside: Some(beside), lossless, ..DeviceOptions::default() };
         let device = host::device::Device::emulator_with(u64::from(sequences), &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
+        assert_eq!(weights.packed().is_some(), lossless == Some(true));
         let [launched, wide, by_gemm, _] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
         assert!(launched.iter().all(|logit| logit.is_finite()));
-        assert!(wide == launched, "{sequences} sequences, {code:?}");
+        assert!(wide == launched, "{sequences} sequences, {code:?}, packed: {lossless:?}");
         assert!(by_gemm == launched, "{sequences} sequences, {code:?}, products as launches");
     }
 }
@@ -151,7 +155,8 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
         head_dim: 128,
         ..Config::published("8B").unwrap()
     };
-    let lossless = |lossless| DeviceOptions { lossless: Some(lossless), ..DeviceOptions::default() };
+    let lossless =
+        |lossless| DeviceOptions { lossless: Some(lossless), plain_beside: Some(true), ..DeviceOptions::default() };
     for (positions, (q_heads, kv_heads), code, options) in [
         (one_row_at([3, 300]), (2, 1), None, lossless(false)),
         (one_row_at([255, 256, 0, 64, 63, 513, 700, 5]), (8, 1), None, lossless(true)),

@@ -72,11 +72,14 @@ fn packed_weights_give_the_bits_of_plain_ones() {
     let (case, checkpoint) = golden();
     let prompt = prompt(&case, 20);
     let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
-    let (mut plain, mut packed) = (engine(&DeviceOptions::default()), engine(&lossless()));
-    assert!(packed.score(&prompt).unwrap() == plain.score(&prompt).unwrap());
+    let (mut plain, mut alone) = (engine(&DeviceOptions::default()), engine(&lossless()));
+    assert!(alone.score(&prompt).unwrap() == plain.score(&prompt).unwrap());
+    let mut beside = engine(&DeviceOptions { plain_beside: Some(true), ..lossless() });
     for draft in [None, Some(EAGER)] {
         let tokens = |engine: &mut Engine| answer(engine, &greedy(&prompt, 12, draft)).tokens;
-        assert_eq!(tokens(&mut packed), tokens(&mut plain), "{draft:?}");
+        let expected = tokens(&mut plain);
+        assert_eq!(tokens(&mut alone), expected, "{draft:?}");
+        assert_eq!(tokens(&mut beside), expected, "{draft:?}, plain ones beside");
     }
 }
 

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 
+use host::device::Capabilities;
 use host::device::CardInfo;
 use host::forward::{Footprint, Forward};
-use host::{Coding, Kept, PackedSize, gib};
+use host::{Coding, Form, Kept, PackedSize, gib};
 use model::checkpoint::{MatrixOutline, OutlineTensor};
 use model::{Checkpoint, Config, GenerationConfig, OpenOptions, Outline};
 use serde::Serialize;
@@ -173,6 +174,8 @@ struct Memory {
     packed_bytes: Option<u64>,
     /// The same as bf16.
     packed_from_bytes: Option<u64>,
+    /// Bytes of all weights where packed ones are all that is kept of the matrices: on Hopper, where memory is scarce.
+    packed_alone_bytes: Option<u64>,
     kv_bytes_per_token: usize,
     working_bytes: u64,
     total_bytes: u64,
@@ -207,34 +210,42 @@ impl Findings {
         let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
-        let kept = coding.map(|coding| Kept { coding, plain: false });
+        let alone = |form| Kept { form, plain: false };
+        let coded = coding.map(|coding| alone(Form::Coded(coding)));
         let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
         let may_pack = may_pack && Forward::check(config).is_ok();
         // What cannot be read is for loading, or `--check`, to tell.
         let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED).ok().flatten();
         let packed = checkpoint.filter(|_| may_pack).and_then(size);
+        let packed_alone = packed.map(|size| alone(Form::Packed(size)));
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
             codes_alone: coding.is_some_and(|coding| coding.in_blocks),
-            code_bytes: kept.map(|_| footprint.coded(config, kept).weights),
+            code_bytes: coded.map(|_| footprint.keeping(config, coded).weights),
             packed_bytes: packed.map(|size| size.packed),
             packed_from_bytes: packed.map(|size| size.plain),
+            packed_alone_bytes: packed_alone.map(|_| footprint.keeping(config, packed_alone).weights),
             kv_bytes_per_token: config.kv_bytes_per_token(2),
             working_bytes: footprint.working,
             total_bytes: footprint.weights + footprint.working,
         };
         let cards = cards.into_iter().map(|card| {
             let has_gemms = has_gemms(&card);
+            // Packed weights are all that is kept where there is no room for both.
+            let packs =
+                |of: Capabilities| command.load.options.lossless == Some(true) || Kept::packing_pays(config, &of);
+            let packed = packed_alone.filter(|_| card.capabilities.is_some_and(packs));
+            let kept = coded.or(packed);
             let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
             let room = card.memory.saturating_sub(DRIVER_BYTES);
-            let coded = footprint.coded(config, kept);
+            let least = footprint.keeping(config, kept);
             Card {
                 device: format!("cuda:{}", card.ordinal),
                 name: card.name,
                 memory_bytes: card.memory,
                 compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
-                fits: coded.working + coded.weights <= room,
+                fits: least.working + least.weights <= room,
                 longest_context: longest_context(config, room, has_gemms, kept),
             }
         });
@@ -275,7 +286,7 @@ impl Findings {
 /// context.
 fn longest_context(config: &Config, room: u64, has_gemms: bool, kept: Option<Kept>) -> usize {
     let fits = |context| {
-        let footprint = Footprint::of(config, context, has_gemms).coded(config, kept);
+        let footprint = Footprint::of(config, context, has_gemms).keeping(config, kept);
         footprint.weights + footprint.working <= room
     };
     let (mut fitting, mut least_not) = (0, config.max_position_embeddings + 1);
@@ -466,6 +477,9 @@ impl fmt::Display for Memory {
         if let (Some(packed), Some(plain)) = (self.packed_bytes, self.packed_from_bytes) {
             let share = 100.0 * packed as f64 / plain as f64;
             row(f, "  packed", format_args!("{} where packing pays, {share:.1} % of {}", gib(packed), gib(plain)))?;
+        }
+        if let Some(bytes) = self.packed_alone_bytes {
+            row(f, "  packed alone", format_args!("{}, on Hopper where memory is scarce", gib(bytes)))?;
         }
         let per_token = self.kv_bytes_per_token as f64 / 1024.0;
         row(

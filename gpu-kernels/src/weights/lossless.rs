@@ -380,10 +380,20 @@ fn doubled(word: u32) -> (u32, bool) {
     (low | high << 16, low_fits && high_fits)
 }
 
+/// The inverse of [`doubled`].
+#[inline(always)]
+fn halved(word: u32) -> u32 {
+    let one = |bits: u32| {
+        let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
+        sign | if rest < 0x100 { rest >> 1 } else { rest - 0x80 }
+    };
+    one(word & 0xffff) | one(word >> 16) << 16
+}
+
 impl Tile {
     /// The tile of an N-tile of those that lie together, of a split-K partial.
     #[inline(always)]
-    unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32, double: bool) -> Self {
+    unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
             let from = stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
@@ -392,14 +402,24 @@ impl Tile {
                 let slice = k_partial + F as u32 / 4 * K_PARTIALS;
                 let from = from.at((slice * SLICES_APART + n_tile * SLICE_BYTES + F as u32 % 4 * STEP_BYTES) as usize);
                 unroll!(R < 4; {
-                    let word = from.cast::<u32>().load_nc((core_word(R as u32) + lane) as usize);
-                    let (twice, fits) = if double { doubled(word) } else { (word, true) };
-                    tile.words[F][R] = twice;
-                    tile.fits &= fits;
+                    tile.words[F][R] = from.cast::<u32>().load_nc((core_word(R as u32) + lane) as usize);
                 });
             });
             tile
         }
+    }
+
+    /// The same doubled.
+    #[inline(always)]
+    fn doubled(mut self) -> Self {
+        unroll!(F < 8; {
+            unroll!(R < 4; {
+                let (twice, fits) = doubled(self.words[F][R]);
+                self.words[F][R] = twice;
+                self.fits &= fits;
+            });
+        });
+        self
     }
 
     /// The two slices' windows.
@@ -481,48 +501,83 @@ pub const MOST_BEYOND: u64 = 1 << (MORE_BITS + 5);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Pack {
-    /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
+    /// A matrix, as [`lay_out`](crate::stream::lay_out) left it.
     pub stream: Global<bf16>,
-    /// `[MOST_ESCAPES + 1]`, to which is added how many tiles have so many escapes: `count_escapes` alone.
+    /// `[2][2]`: of the matrix as it is, and doubled, how many escapes there are, and how many tiles cannot be packed;
+    /// `count_escapes` adds to them.
     pub counts: GlobalMut<u32>,
-    /// Where packed weights go, [`Lossless::regions`], zeros; `pack_weights` alone, as all that follows.
+    /// Where the matrix goes, zeros; `pack_weights` alone, as all that follows.
     pub regions: GlobalMut<u8>,
     /// Where escapes beyond lists' room go.
     pub more: GlobalMut<u16>,
-    /// How many are there.
-    pub more_count: GlobalMut<u32>,
+    /// `[2]`: how many came there, or would have; and how many tiles were not packed because they cannot be.
+    pub notes: GlobalMut<u32>,
+    /// What the matrix's sums are multiplied with.
+    pub scale: GlobalMut<f32>,
+    /// How many escapes have room in `more`.
+    pub more_room: u32,
     /// Bytes of a tile's list: a multiple of 16.
     pub list_bytes: u32,
-    /// The first chunk of 8 N-tiles.
+    /// The first of the matrix's chunks of 8 N-tiles.
     pub first: u32,
-    /// Whether weights are doubled.
-    pub double: u32,
 }
 
-/// Counts tiles by their escapes.
+impl Pack {
+    /// Whether the matrix is stored doubled: where fewer tiles cannot be packed, or they have fewer escapes.
+    #[inline(always)]
+    unsafe fn doubles(&self) -> bool {
+        // SAFETY: the caller's word.
+        unsafe {
+            let [escapes, unfit, of_doubled, unfit_doubled] = [0, 1, 2, 3].map(|i| self.counts.read().load(i));
+            unfit_doubled < unfit || unfit_doubled == unfit && of_doubled < escapes
+        }
+    }
+}
+
+/// Counts the escapes of tiles as they are, and doubled.
 #[kernel(threads = 256)]
 pub unsafe fn count_escapes(p: Pack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let lane = thread::lane_id();
         let together = p.first + thread::block_idx_y();
-        let tile = Tile::load(p.stream, together, thread::block_idx_x(), thread::warp_id(), lane, p.double != 0);
-        let escapes = tile.escapes(&tile.windows());
-        if lane == 0 {
-            atomic::fetch_add(p.counts, escapes as usize, 1, Ordering::Relaxed, Scope::Device);
+        let mut tile = Tile::load(p.stream, together, thread::block_idx_x(), thread::warp_id(), lane);
+        let mut doubled = 0;
+        loop {
+            let escapes = tile.escapes(&tile.windows());
+            if lane == 0 {
+                let (place, count) = if escapes < MOST_ESCAPES { (0, escapes) } else { (1, 1) };
+                atomic::fetch_add(p.counts, 2 * doubled + place, count, Ordering::Relaxed, Scope::Device);
+            }
+            if doubled == 1 {
+                return;
+            }
+            tile = tile.doubled();
+            doubled = 1;
         }
     }
 }
 
-/// Packs tiles, all of which can be.
+/// Packs tiles, doubled if that is better for the matrix by what was counted.
 #[kernel(threads = 256)]
 pub unsafe fn pack_weights(p: Pack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
         let together = p.first + thread::block_idx_y();
-        let tile = Tile::load(p.stream, together, k_partial, n_tile, lane, p.double != 0);
+        let doubles = p.doubles();
+        if [n_tile, lane, together, k_partial] == [0; 4] {
+            p.scale.store(0, if doubles { 0.5 } else { 1.0 });
+        }
+        let tile = Tile::load(p.stream, together, k_partial, n_tile, lane);
+        let tile = if doubles { tile.doubled() } else { tile };
         let windows = tile.windows();
+        if tile.escapes(&windows) == MOST_ESCAPES {
+            if lane == 0 {
+                atomic::fetch_add(p.notes, 1, 1, Ordering::Relaxed, Scope::Device);
+            }
+            return;
+        }
         let count = windows[0].escapes + windows[1].escapes;
         let top = windows[0].top.max(windows[1].top);
         let region =
@@ -533,7 +588,7 @@ pub unsafe fn pack_weights(p: Pack) {
         let mut more = 0;
         if count > room {
             if lane == 0 {
-                more = atomic::fetch_add(p.more_count, 0, count - room, Ordering::Relaxed, Scope::Device);
+                more = atomic::fetch_add(p.notes, 0, count - room, Ordering::Relaxed, Scope::Device);
             }
             more = warp::shuffle_idx(more, 0);
         }
@@ -563,7 +618,7 @@ pub unsafe fn pack_weights(p: Pack) {
                             let entry = ((at + B as u32) | (byte >> 7 << 10) | (below << 11)) as u16;
                             if i < room {
                                 list.store((HEADER_BYTES / 2 + i) as usize, entry);
-                            } else {
+                            } else if more + i - room < p.more_room {
                                 p.more.store((more + i - room) as usize, entry);
                             }
                         }
@@ -585,5 +640,61 @@ pub unsafe fn pack_weights(p: Pack) {
             list.cast::<u32>().store(0, count | windows[0].escapes << 10 | windows[0].base << 20 | high << 27);
             list.cast::<u32>().store(1, low | windows[1].base << MORE_BITS | top << 25);
         }
+    }
+}
+
+/// Parameters of [`unpack_weights`]. Grid: (4 split-K partials, chunks of 8 N-tiles); a warp for each N-tile; dynamic
+/// shared memory: [`Lossless::region_bytes`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, cuda_std::Layout)]
+pub struct Unpack {
+    /// The packed weights.
+    pub weights: Lossless,
+    /// Where a matrix goes, as [`lay_out`](crate::stream::lay_out) would leave it.
+    pub stream: GlobalMut<bf16>,
+    /// The matrix's place among the weights': its first chunk of 8 N-tiles, and of these the first that is wanted.
+    pub base: u32,
+    /// Likewise.
+    pub first: u32,
+    /// The matrix's number.
+    pub matrix: u32,
+}
+
+/// Makes plain weights of packed ones.
+#[kernel(threads = 256)]
+pub unsafe fn unpack_weights(p: Unpack) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
+        let together = p.first + thread::block_idx_y();
+        let (list_bytes, doubled) = (p.weights.list_bytes, p.weights.scales.load_nc(p.matrix as usize) != 1.0);
+        let region = (p.base + together) as usize * REGIONS as usize + k_partial as usize;
+        let region = p.weights.regions.at(region * Lossless::region_bytes(list_bytes) as usize);
+        // Each warp has the places of its own tile, where that lies in the region.
+        let second = TOGETHER * (PACKED_SLICE + list_bytes);
+        let list = TOGETHER * PACKED_SLICE + n_tile * list_bytes;
+        let slices = [0, second].map(|slice| slice + n_tile * PACKED_SLICE);
+        for (at, bytes) in [(slices[0], PACKED_SLICE), (slices[1], PACKED_SLICE), (list, list_bytes)] {
+            let mut byte = at + lane * 16;
+            while byte < at + bytes {
+                shared::dynamic::<u32>(byte).store16(0, region.at(byte as usize).cast::<u32>().load16_nc(0));
+                byte += 32 * 16;
+            }
+        }
+        warp::sync_warp();
+        let place = Place { slices: slices.map(|at| shared::dynamic(at)), which: 0, list: shared::dynamic(list) };
+        let weights: [[[u32; 4]; 4]; 2] = place.unpack(&p.weights, lane, |_| {});
+        let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
+        unroll!(S < 2; {
+            let slice = k_partial + S as u32 * K_PARTIALS;
+            let to = to.at((slice * SLICES_APART + n_tile * SLICE_BYTES) as usize).cast::<u32>();
+            unroll!(F < 4; {
+                unroll!(R < 4; {
+                    let word = F as u32 * STEP_BYTES / 4 + core_word(R as u32) + lane;
+                    let weights = weights[S][F][R];
+                    to.store(word as usize, if doubled { halved(weights) } else { weights });
+                });
+            });
+        });
     }
 }

@@ -49,7 +49,6 @@ use super::plan::{Plan, Slot, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use crate::Error;
-use crate::decode::{Decode, Room};
 use crate::device::{Device, Mapped, Marker, Timer};
 use crate::forward::Forward;
 use crate::masks::Masks;
@@ -148,17 +147,10 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
         let has_decode = prompts_apart && device.has_decode_kernel();
-        let in_e4m3 = weights.e4m3.is_some();
-        let pages = |coming: u64| sizes.pages(config, device, &options, in_e4m3, coming);
         let coming = if has_decode { DECODE_BYTES } else { 0 };
-        // Few sequences are quicker with packed weights, if the cache needs no more than they leave.
-        let packed = Decode::packed_at_most(device, config, &weights).filter(|_| has_decode && sizes.are_few());
-        let beside = packed.and_then(|packed| pages(coming + packed).ok());
-        let beside = beside.filter(|&pages| options.cache_tokens.is_some() || pages == sizes.most_pages());
-        let room = if beside.is_some() { Room::Kept } else { Room::IfFree };
-        let pages = beside.map_or_else(|| pages(coming), Ok)?;
+        let pages = sizes.pages(config, device, &options, weights.e4m3().is_some(), coming)?;
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
-        if has_decode && forward.prepare_decode_in(room)? {
+        if has_decode && forward.prepare_decode()? {
             forward.prepare_batched()?;
         }
         if let Some(rows) = sizes.prompt_rows() {

@@ -16,8 +16,8 @@ pub struct DeviceOptions {
     pub prefill: Option<bool>,
     /// Whether decode steps read weights packed without loss. None is where that is faster and there is the memory.
     pub lossless: Option<bool>,
-    /// Whether the bf16 weights that codes mean stay beside them, for the passes that read bf16. None is where they
-    /// take a quarter of the free memory at most; not under the emulator.
+    /// Whether bf16 weights stay beside codes, or beside weights packed without loss, for the passes that read bf16.
+    /// None is where they take a quarter of the free memory at most; not under the emulator.
     pub plain_beside: Option<bool>,
     /// A file of kernels to load instead of those that are built in. It takes the place of each module that it holds
     /// whole.

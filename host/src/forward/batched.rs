@@ -13,9 +13,9 @@ use model::plan::{self, Epilogue, Input, Operator};
 
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
 use crate::Error;
-use crate::decode::Decode;
 use crate::device::{Buffer, TensorMaps};
 use crate::gemm;
+use crate::lossless::Packed;
 use crate::quantized::{Quantized, by_code};
 
 /// Rows of a GEMM's tile and how many tiles of rows there are: of each program, the first that has room for a pass is
@@ -42,7 +42,7 @@ pub struct Batched {
     partials: Buffer<f32>,
     arrivals: Buffer<u32>,
     items: Buffer<u32>,
-    packed: Packed,
+    packed: PackedPages,
     /// The rank of each row's best token.
     best: Buffer<u64>,
     trace: Option<Buffer<u64>>,
@@ -66,7 +66,7 @@ struct Many {
 }
 
 /// What these passes know of packed pages.
-struct Packed {
+struct PackedPages {
     /// `[pages]` whether it is packed: as [`BatchedStep::packed`].
     pages: Buffer<u32>,
     /// `[layers, pages, kv_heads]` how it lies then.
@@ -110,7 +110,9 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn prepare_batched(&mut self) -> Result<bool, Error> {
-        let Some(decode) = self.decode() else { return Ok(false) };
+        if self.decode().is_none() {
+            return Ok(false);
+        }
         let grid = self.batched_grid();
         if grid == 0 {
             return Ok(false);
@@ -125,11 +127,11 @@ impl Forward {
             inputs.iter().flat_map(|&input| TILE_ROWS.map(|rows| matrix(input, rows))).collect();
         let maps = self.device.tensor_maps(&matrices)?;
         let pages = self.cache.pages();
-        let packed = Packed {
+        let packed = PackedPages {
             pages: self.device.zeroed(pages)?,
             forms: self.device.zeroed(c.num_hidden_layers * pages * c.num_key_value_heads)?,
         };
-        let phases = |program, head| self.phases(decode, grid, &maps, &packed, program, head);
+        let phases = |program, head| self.phases(grid, &maps, &packed, program, head);
         let kinds = phases(PROGRAMS[0], PhaseKind::Best).iter().map(|phase| phase.kind).collect();
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
         let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
@@ -272,10 +274,9 @@ impl Forward {
     /// last one is the head, of this kind.
     fn phases(
         &self,
-        decode: &Decode,
         grid: u32,
         maps: &TensorMaps,
-        packed: &Packed,
+        packed: &PackedPages,
         (tile_rows, row_tiles): (u32, u32),
         head: PhaseKind,
     ) -> Vec<Phase> {
@@ -283,10 +284,12 @@ impl Forward {
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
         let product = |kind, layer: usize, gemm: &plan::Gemm| {
             let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
-            let (base, plain) = match self.codes_of((tile_rows, row_tiles)) {
+            let program = (tile_rows, row_tiles);
+            let packed = self.packed_of(program);
+            let (base, plain) = match self.codes_of(program) {
                 Some(codes) if gemm.matrix != plan::Matrix::Head => (codes.base(layer, gemm.matrix), Global::default()),
                 Some(_) => (base, stream),
-                None => (base, Global::default()),
+                None => (packed.map_or(base, |packed| packed.base(layer, gemm.matrix)), Global::default()),
             };
             Phase {
                 n_tiles,
@@ -297,7 +300,7 @@ impl Forward {
                 plain,
                 x: maps.ptr(input_map(gemm.input, height)),
                 row_tiles,
-                scale: decode.scale(layer, gemm.matrix),
+                scale: packed.map_or(1.0, |packed| packed.scale(layer, gemm.matrix)),
                 ..Phase::new(kind)
             }
         };
@@ -332,31 +335,24 @@ impl Forward {
     pub(super) fn enqueue_batched(
         &self,
         of: &Batched,
-        decode: &Decode,
         pass: &Pass,
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
-        // Those take whole tiles of rows.
-        if self.coded.is_some()
-            || pass.most_rows >= of.many.from && self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize)
-        {
-            return self.enqueue_many(of, decode, pass, tiles);
+        let takes_whole_tiles = self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize);
+        // Of layers that are made again one at a time, a launch for all of them has none.
+        let is_made_again = self.weights.packed().is_some_and(|_| self.weights.stream.is_of_layer())
+            && self.packed_of(PROGRAMS[self.program(pass)]).is_none();
+        if self.coded.is_some() || is_made_again || pass.most_rows >= of.many.from && takes_whole_tiles {
+            return self.enqueue_many(of, pass, tiles);
         }
         let count = of.kinds.len() as u32 - u32::from(pass.output == RowOutput::None);
-        let step = self.batched_step(of, decode, pass, tiles, (0, count));
+        let step = self.batched_step(of, pass, tiles, (0, count));
         self.launch_batched(of, pass, step)?;
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
     /// The phases from the `first` on, so many, of a pass.
-    fn batched_step(
-        &self,
-        of: &Batched,
-        decode: &Decode,
-        pass: &Pass,
-        tiles: Tiles,
-        (first, phase_count): (usize, u32),
-    ) -> BatchedStep {
+    fn batched_step(&self, of: &Batched, pass: &Pass, tiles: Tiles, (first, phase_count): (usize, u32)) -> BatchedStep {
         let weights = &self.weights.stream;
         let finds_best = pass.output == RowOutput::Best;
         let list: Global<Phase> = of.programs[self.program(pass)][usize::from(finds_best)].ptr().cast();
@@ -370,9 +366,8 @@ impl Forward {
             phase_count,
             blocks: weights.blocks(),
             stream: weights.weights().ptr(),
-            // Of 64 rows a tile plain weights are quicker so far: those are packed only where that is asked for.
-            codes: self.weights.codes.as_ref().map_or(Global::default(), Quantized::codes),
-            lossless: decode.lossless().filter(|_| self.device.options().lossless == Some(true)).unwrap_or_default(),
+            codes: self.weights.codes().map_or(Global::default(), Quantized::codes),
+            lossless: self.packed_of(PROGRAMS[self.program(pass)]).map(Packed::parts).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
             items: of.items.ptr_mut(),
@@ -395,9 +390,16 @@ impl Forward {
 
     /// The codes that a program reads, if it does: where they are all that is kept, or it has few rows.
     fn codes_of(&self, (tile_rows, row_tiles): (u32, u32)) -> Option<&Quantized> {
-        let reads = self.weights.only_codes().is_some()
-            || tile_rows * row_tiles <= self.device.capabilities().tuning().code_rows;
-        self.weights.codes.as_ref().filter(|_| reads)
+        let reads =
+            self.weights.stream.is_of_layer() || tile_rows * row_tiles <= self.device.capabilities().tuning().code_rows;
+        self.weights.codes().filter(|_| reads)
+    }
+
+    /// The packed weights that a program reads, if it does: that of the fewest rows, and where there are no others, as
+    /// those are quicker so far.
+    fn packed_of(&self, (tile_rows, row_tiles): (u32, u32)) -> Option<&Packed> {
+        let reads = self.weights.stream.is_of_layer() && tile_rows * row_tiles == TILE_ROWS[0];
+        self.weights.packed().filter(|_| reads)
     }
 
     /// Launches phases of a pass.
@@ -470,13 +472,7 @@ impl Forward {
     }
 
     /// Enqueues a pass with its GEMMs as launches, and attention and the end as phases: the same bits.
-    fn enqueue_many(
-        &self,
-        of: &Batched,
-        decode: &Decode,
-        pass: &Pass,
-        tiles: Tiles,
-    ) -> Result<Option<Global<u64>>, Error> {
+    fn enqueue_many(&self, of: &Batched, pass: &Pass, tiles: Tiles) -> Result<Option<Global<u64>>, Error> {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
         let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
@@ -507,7 +503,7 @@ impl Forward {
                     }
                     // Attention makes them.
                     Operator::Heads(_) => {}
-                    Operator::Attention(_) => self.enqueue_attention(of, decode, pass, tiles, i)?,
+                    Operator::Attention(_) => self.enqueue_attention(of, pass, tiles, i)?,
                 }
             }
         }
@@ -516,23 +512,16 @@ impl Forward {
         let first = if self.coded.is_some() { head } else { head - 1 };
         let count = (head - first) as u32 + u32::from(pass.output != RowOutput::None);
         if count > 0 {
-            let end = self.batched_step(of, decode, pass, tiles, (first, count));
+            let end = self.batched_step(of, pass, tiles, (first, count));
             self.launch_batched(of, pass, end)?;
         }
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
     /// Enqueues a layer's attention in a launch of its own, for which every layer of a pass has the same kernel.
-    fn enqueue_attention(
-        &self,
-        of: &Batched,
-        decode: &Decode,
-        pass: &Pass,
-        tiles: Tiles,
-        layer: usize,
-    ) -> Result<(), Error> {
+    fn enqueue_attention(&self, of: &Batched, pass: &Pass, tiles: Tiles, layer: usize) -> Result<(), Error> {
         let (c, many) = (&self.config, &of.many);
-        let step = self.batched_step(of, decode, pass, tiles, (LAYER_PHASES * layer + 2, 1));
+        let step = self.batched_step(of, pass, tiles, (LAYER_PHASES * layer + 2, 1));
         let (assignments, is_scheduled) = (many.assignments.ptr_mut(), u32::from(layer > 0));
         // Where the head has a launch of its own, the best tokens are zeroed here.
         let zeroes = self.coded.is_some() && layer + 1 == self.config.num_hidden_layers;

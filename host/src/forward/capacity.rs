@@ -10,8 +10,8 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::device::Device;
 use crate::e4m3::StepInputs;
+use crate::kept::Kept;
 use crate::prefill::Prefill;
-use crate::quantized::Kept;
 use crate::weights::DeviceWeights;
 
 /// How much there is memory for.
@@ -57,15 +57,15 @@ pub(super) fn pages(capacity: usize) -> usize {
 
 impl Footprint {
     /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
-    /// rows, or not; with the layers' matrices as bf16.
+    /// rows, or not; with matrices as bf16.
     pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
         Self::of_room(config, &Capacity::single(capacity), has_prefill.then_some(capacity))
     }
 
-    /// The same with codes of the layers' matrices, if there are such.
+    /// The same with matrices of which this is kept, if it is not bf16 alone.
     #[must_use]
-    pub fn coded(self, config: &Config, kept: Option<Kept>) -> Self {
-        let in_e4m3 = kept.is_some_and(|kept| kept.coding.in_blocks);
+    pub fn keeping(self, config: &Config, kept: Option<Kept>) -> Self {
+        let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
         Self { weights: DeviceWeights::bytes(config, kept), ..self }.with_activations(in_e4m3)
     }
 

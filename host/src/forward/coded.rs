@@ -89,7 +89,7 @@ impl Forward {
             Input::Activation => (self.activation.ptr(), false),
         };
         let (epilogue, p) = self.launched_gemm(layer, gemm, m, self.coded_residual(of), of.out.ptr(0));
-        let weights = self.weights.e4m3.as_ref().expect("weights in e4m3");
+        let weights = self.weights.e4m3().expect("weights in e4m3");
         // SAFETY: the caller's word; buffers have room for whole tiles of rows.
         unsafe {
             of.activations.quantize(&self.device, gemm.input, x, [0, m], in_order)?;

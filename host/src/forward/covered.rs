@@ -11,8 +11,8 @@ use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::e4m3::E4m3;
-use crate::stream::n_tiles;
-use crate::weights::{DeviceLayer, DeviceWeights};
+use crate::stream::{chunks, n_tiles};
+use crate::weights::{Compact, DeviceLayer, DeviceWeights};
 
 impl Forward {
     /// What [`check`](Self::check) asks for, in words.
@@ -64,7 +64,7 @@ pub(super) fn check_weights(
     weights: &DeviceWeights,
     times: usize,
 ) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, stream, codes, e4m3 } = weights;
+    let DeviceWeights { embed, layers, norm, stream, compact } = weights;
     let (hidden, head_dim) = (config.hidden_size, config.head_dim);
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
         let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
@@ -110,15 +110,18 @@ pub(super) fn check_weights(
         }
         optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { config.qkv_size() } else { 0 })?;
     }
-    let codes = codes.as_ref().map(|codes| (codes.bytes(), codes.coding().bytes_of(config, device.sms())));
-    let e4m3 = e4m3.as_ref().map(|codes| (codes.bytes(), E4m3::bytes_of(config, device.sms())));
-    match codes.or(e4m3) {
-        Some((found, expected)) if found != expected => {
-            let (found, expected) = (found as usize, expected as usize);
-            Err(Error::Weights { what: "codes of the layers' matrices", found, expected })
+    let (what, found, expected) = match compact {
+        Compact::None => return Ok(()),
+        Compact::Quantized(codes) => ("codes", codes.bytes(), codes.coding().bytes_of(config, device.sms())),
+        Compact::E4m3(codes) => ("codes in e4m3", codes.bytes(), E4m3::bytes_of(config, device.sms())),
+        Compact::Packed(packed) => {
+            let matrices = stream.matrices().iter().take(config.gemms().count());
+            let chunks = chunks(matrices.map(|matrix| (matrix.n_tiles, matrix.k)), device.sms());
+            ("chunks of packed matrices", packed.chunks(), chunks)
         }
-        _ => Ok(()),
-    }
+    };
+    let (found, expected) = (found as usize, expected as usize);
+    if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
 }
 
 #[cfg(test)]

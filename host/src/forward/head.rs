@@ -5,6 +5,7 @@ use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, State
 use gpu_kernels::linear::{Linear, N_TILE};
 use gpu_kernels::norm::Norm;
 use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS};
+use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
 use model::plan::{Epilogue, Matrix};
 use model::{Config, EagleHead, EagleWeights, Tensor};
@@ -13,12 +14,15 @@ use super::{Capacity, Footprint, Forward, Pass, RowOutput, RowsOf, pages};
 use crate::Error;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
+use crate::lossless::{Packed, PackedSize, Sample};
 use crate::prefill;
 use crate::stream::{Source, Stream, n_tiles};
-use crate::weights::{DeviceLayer, DeviceWeights};
+use crate::weights::{Compact, DeviceLayer, DeviceWeights};
 
 /// The number of the matrix that makes one hidden state of three: behind the layer's and the head.
 const FC: usize = Matrix::Head.number(1) + 1;
+/// Rows of a matrix that tell what it takes packed.
+const SAMPLED: usize = 4 * N_TILE as usize;
 
 /// An EAGLE-3 head's weights on a device.
 pub struct HeadWeights {
@@ -107,9 +111,7 @@ impl HeadWeights {
     pub(crate) fn batch_bytes(&self, context: usize, sequences: usize, pages: usize) -> u64 {
         let room = Capacity::batch(context, sequences, pages, MAX_ROWS as usize);
         let of_rows = room.rows * self.config.hidden_size * 14 + sequences * self.config.hidden_size * 4;
-        // Packed weights of the decode kernel are no more than the weights.
-        let packed = 2 * self.weights.stream.weights().len();
-        Footprint::of_room(&self.config, &room, None).working + (of_rows + packed) as u64
+        Footprint::of_room(&self.config, &room, None).working + of_rows as u64
     }
 
     /// Memory for the matrices of a head with this config.
@@ -146,17 +148,30 @@ impl HeadWeights {
         let stream = Self::stream(&config, device)?;
         let matrices: [(&[Tensor<'_>], usize); 5] =
             [(&qkv, config.qkv_size()), (&[o], hidden), (&w.gate_up, inner), (&[w.down], hidden), (&[fc], hidden)];
+        let mut samples = Vec::new();
+        let mut sample = |number: usize, weights: &Buffer<bf16>| {
+            let StreamMatrix { n_tiles, k, .. } = stream.matrices()[number];
+            let mut rows = vec![bf16::ZERO; weights.len().min(SAMPLED * k as usize)];
+            weights.read(0, &mut rows)?;
+            samples.push(Sample::new(n_tiles, k, &rows));
+            Ok::<_, Error>(())
+        };
         // The layer's four, then the head, then the last.
         for (number, (tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
             let weights = copy(tensors)?;
             let up = (number == Matrix::GateUp.number(0)).then_some(weights.len() / 2);
+            if number < FC {
+                sample(number, &weights)?;
+            }
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
             unsafe { stream.lay_out(device, number, Source::new(&weights, n, up))? };
         }
+        sample(Matrix::Head.number(1), &embed_of_head)?;
         // SAFETY: likewise, and it stays.
         unsafe {
             stream.lay_out(device, Matrix::Head.number(1), Source::new(&embed_of_head, config.vocab_size, None))?
         };
+        let compact = Self::packed(device, &stream, &samples)?.map_or(Compact::None, Compact::Packed);
         Ok(Self {
             config,
             weights: DeviceWeights {
@@ -164,8 +179,7 @@ impl HeadWeights {
                 layers: vec![layer],
                 norm: copy(&[w.norm])?,
                 stream,
-                codes: None,
-                e4m3: None,
+                compact,
             },
             taps,
             targets: device.upload(head.targets())?,
@@ -177,6 +191,25 @@ impl HeadWeights {
                 norm_before_residual: head.norm_before_residual,
             },
         })
+    }
+}
+
+impl HeadWeights {
+    /// The matrices of a pass packed without loss, with samples of their rows: where that is quicker and there is the
+    /// memory, whatever is wanted of the model, since nobody sees the bits of what is drafted.
+    fn packed(device: &Device, stream: &Stream, samples: &[Sample]) -> Result<Option<Packed>, Error> {
+        let bytes = 2 * stream.weights().len() as u64;
+        let pays = bytes >= device.capabilities().tuning().lossless_from
+            && device.free_memory()?.is_some_and(|free| free / 4 > bytes);
+        if !device.has_decode_kernel() || !(pays || device.options().lossless == Some(true)) {
+            return Ok(None);
+        }
+        let Some(size) = PackedSize::of_samples(samples) else { return Ok(None) };
+        let mut packed = Packed::new(device, samples.iter().map(Sample::size), size)?;
+        for (number, &from) in stream.matrices()[..FC].iter().enumerate() {
+            packed.pack(device, number, from)?;
+        }
+        Ok(packed.finish()?.then_some(packed))
     }
 }
 

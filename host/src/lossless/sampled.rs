@@ -1,14 +1,14 @@
-//! What a checkpoint's matrices take packed without loss, found on the host from some of their tiles.
+//! What matrices take packed without loss, found on the host from some of their tiles.
 
 use gpu_kernels::linear::{K_PARTIALS, N_TILE, SLICE};
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, TOGETHER};
-use gpu_kernels::weights::lossless::{self, FURTHEST, Lossless, MOST_BEYOND, MOST_ESCAPES};
+use gpu_kernels::weights::lossless::{FURTHEST, Lossless, MOST_BEYOND, MOST_ESCAPES, REGIONS};
 use half::bf16;
 use model::plan::Matrix;
 use model::{Checkpoint, Weight};
 use rayon::prelude::*;
 
-use super::{beyond, escapes_of, list_bytes};
+use super::{beyond, escapes_of, list_bytes, more_room};
 use crate::Error;
 use crate::stream;
 
@@ -19,14 +19,40 @@ pub struct PackedSize {
     pub plain: u64,
     /// Packed without loss.
     pub packed: u64,
+    /// Bytes of a tile's list of escapes.
+    pub list_bytes: u32,
+    /// Escapes for which lists have no room, if the sample tells the truth.
+    pub beyond: u64,
+}
+
+/// Some rows of a matrix, which tell what it takes packed.
+pub struct Sample {
+    n_tiles: u32,
+    k: u32,
+    rows: Vec<Vec<u16>>,
+}
+
+impl Sample {
+    /// Of a matrix of so many N-tiles and input features: some of its `rows`, one after another, best a multiple of 16.
+    pub fn new(n_tiles: u32, k: u32, rows: &[bf16]) -> Self {
+        let rows = rows.chunks(k as usize).map(|row| row.iter().map(|weight| weight.to_bits()).collect());
+        Self { n_tiles, k, rows: rows.collect() }
+    }
+
+    /// The matrix's N-tiles and input features.
+    pub const fn size(&self) -> (u32, u32) {
+        (self.n_tiles, self.k)
+    }
 }
 
 /// Tiles by their escapes, with weights as they are and doubled.
 type Counts = [Vec<u64>; 2];
 
 impl PackedSize {
-    /// One N-tile in so many is looked at.
+    /// One N-tile in so many is looked at to tell how many bytes packing saves.
     pub const SAMPLED: usize = 64;
+    /// And in so many to tell how much memory it takes.
+    pub const SPARSELY: usize = 512;
 
     /// Of a `checkpoint`, by one N-tile of each matrix in `every`. None if its weights are too far apart to be packed,
     /// or would not be smaller enough.
@@ -50,23 +76,49 @@ impl PackedSize {
             }
             // As many as there are of the whole matrix.
             let all = |count: u64| (count * n_tiles as u64).div_ceil(sampled.len() as u64);
-            let fits = |counts: &Vec<u64>| counts[MOST_ESCAPES as usize] == 0;
-            let best = counts.into_iter().filter(fits).min_by_key(|counts| escapes_of(counts));
-            Ok::<_, Error>(best.map(|counts| counts.into_iter().map(all).collect::<Vec<_>>()))
+            Ok::<_, Error>(best_of(counts).map(|counts| counts.into_iter().map(all).collect::<Vec<_>>()))
         });
         let counts: Vec<Option<Vec<u64>>> = counts.collect::<Result<_, _>>()?;
         let Some(counts) = counts.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
-        let mut all = vec![0; MOST_ESCAPES as usize + 1];
-        counts.iter().for_each(|counts| all.iter_mut().zip(counts).for_each(|(all, count)| *all += count));
-        let Some(list) = list_bytes(&all).filter(|&bytes| beyond(&all, bytes) <= MOST_BEYOND) else { return Ok(None) };
-        let chunks = stream::chunks(config.gemms().map(|gemm| stream::n_tiles(&gemm)), 1);
-        let regions = chunks / u64::from(TOGETHER) * u64::from(lossless::REGIONS);
-        let lists_and_scales = 2 * beyond(&all, list) + 4 * counts.len() as u64;
-        Ok(Some(Self {
-            plain: chunks * u64::from(CHUNK_BYTES),
-            packed: regions * u64::from(Lossless::region_bytes(list)) + lists_and_scales,
-        }))
+        let sizes = config.gemms().map(|gemm| stream::n_tiles(&gemm));
+        Ok(Self::of_counts(sizes, &counts))
     }
+
+    /// Of matrices with these samples. None as [`of`](Self::of).
+    pub fn of_samples(samples: &[Sample]) -> Option<Self> {
+        let counts = samples.iter().map(|Sample { n_tiles, k, rows }| {
+            let mut counts = [(); 2].map(|()| vec![0; MOST_ESCAPES as usize + 1]);
+            rows.chunks(N_TILE as usize).for_each(|rows| count_n_tile(rows, &mut counts));
+            let best = best_of(counts)?;
+            let (sampled, tiles) = (best.iter().sum(), u64::from(n_tiles * k.div_ceil(CHUNK_FEATURES) * K_PARTIALS));
+            Some(best.into_iter().map(|count: u64| (count * tiles).div_ceil(sampled)).collect())
+        });
+        let counts = counts.collect::<Option<Vec<_>>>()?;
+        Self::of_counts(samples.iter().map(Sample::size), &counts)
+    }
+
+    /// Of matrices of these sizes, by how many tiles of each have so many escapes.
+    fn of_counts(sizes: impl Iterator<Item = (u32, u32)>, matrices: &[Vec<u64>]) -> Option<Self> {
+        let mut all = vec![0; MOST_ESCAPES as usize + 1];
+        matrices.iter().for_each(|counts| all.iter_mut().zip(counts).for_each(|(all, count)| *all += count));
+        let list_bytes = list_bytes(&all).filter(|&bytes| beyond(&all, bytes) <= MOST_BEYOND)?;
+        let beyond = beyond(&all, list_bytes);
+        let chunks = stream::chunks(sizes, 1);
+        let regions = chunks / u64::from(TOGETHER) * u64::from(REGIONS);
+        let lists_and_scales = 2 * more_room(beyond) + 4 * matrices.len() as u64;
+        Some(Self {
+            plain: chunks * u64::from(CHUNK_BYTES),
+            packed: regions * u64::from(Lossless::region_bytes(list_bytes)) + lists_and_scales,
+            list_bytes,
+            beyond,
+        })
+    }
+}
+
+/// As they are or doubled, whichever has fewer escapes; none if some tile cannot be packed either way.
+fn best_of(counts: Counts) -> Option<Vec<u64>> {
+    let fits = |counts: &Vec<u64>| counts[MOST_ESCAPES as usize] == 0;
+    counts.into_iter().filter(fits).min_by_key(|counts| escapes_of(counts))
 }
 
 /// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one
@@ -148,9 +200,9 @@ fn escapes(slices: [impl Iterator<Item = u16>; 2], double: bool) -> usize {
 mod tests {
     use std::path::Path;
 
-    use super::super::Packed;
     use super::*;
     use crate::device::Device;
+    use crate::kept::{Form, Kept};
     use crate::weights::DeviceWeights;
 
     /// Of every tile it is what packing them takes.
@@ -160,11 +212,12 @@ mod tests {
         for model in ["model/demo", "tests/golden/tied_bf16", "tests/golden/separate_f16_sharded"] {
             let checkpoint = Checkpoint::open(&root.join(model)).unwrap();
             let device = Device::emulator(0);
+            let size = PackedSize::of(&checkpoint, 1).unwrap().expect("packed");
+            let kept = Kept { form: Form::Packed(size), plain: true };
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
-            let weights = DeviceWeights::upload(&checkpoint, &device, None, || Ok(()), go_on).unwrap();
-            let packed = Packed::new(&device, weights.stream.weights(), &weights.stream.bounds()).unwrap();
-            let found = PackedSize::of(&checkpoint, 1).unwrap();
-            assert_eq!(found.map(|size| size.packed), packed.map(|packed| packed.bytes()), "{model}");
+            let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
+            let packed = weights.packed().expect("packed");
+            assert_eq!((size.packed, size.beyond), (packed.bytes(), packed.beyond().unwrap()), "{model}");
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::cache::KvCache;
 use crate::device::Device;
 use crate::draft::DraftCheckpoint;
 use crate::forward::{Footprint, Forward, HeadWeights};
-use crate::quantized::Kept;
+use crate::kept::Kept;
 use crate::tuning::DRAFT_LAYER_BYTES;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
@@ -39,8 +39,8 @@ impl LeastDrafter {
         let room = |config| Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
         let Footprint { weights, working, .. } = match draft {
             DraftCheckpoint::Model(draft) => {
-                let kept = DeviceWeights::kept(draft, device).map_err(of_draft)?;
-                room(&draft.config).coded(&draft.config, kept)
+                let kept = Kept::of(draft, device).map_err(of_draft)?;
+                room(&draft.config).keeping(&draft.config, kept)
             }
             DraftCheckpoint::Eagle3(head) => {
                 let states = Forward::states_bytes(sizes.generating * WINDOW, head.config.hidden_size);
@@ -85,17 +85,16 @@ impl GpuBatch {
         Forward::check(config)?;
         let prompts_apart = device.has_prefill();
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
-        let kept = DeviceWeights::kept(checkpoint, device)?;
         let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
         // Said before anything is loaded.
         let fits = |kept| {
             let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-                .coded(config, kept);
+                .keeping(config, kept);
             let least = Footprint { working: least.working + SPARE, ..least };
             let left = least.left_on(device, context)?;
             beside.map_or(Ok(()), |beside: LeastDrafter| beside.fits(device, context, left))?;
             let coming = least.weights + beside.map_or(0, LeastDrafter::bytes);
-            let in_e4m3 = kept.is_some_and(|kept: Kept| kept.coding.in_blocks);
+            let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
             let pages = sizes.pages(config, device, &options, in_e4m3, coming)?;
             let tier = sizes.host_pages(config, &options, pages)?;
             if device.is_emulator() {
@@ -103,13 +102,14 @@ impl GpuBatch {
                 let page = KvCache::page_bytes(config) * 9 / 8;
                 check_memory(page, pages + tier, least.working + coming)?;
             }
-            Ok(())
+            Ok(pages)
         };
+        let kept = Self::kept(checkpoint, device, (&sizes, &options), fits)?;
         fits(kept)?;
         let of_model = DeviceWeights::bytes(config, kept);
         let all = of_model + beside.map_or(0, |beside| beside.weights);
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
-        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None), told)?;
+        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None).map(drop), told)?;
         let of_draft = |error| Error::DraftModel(Box::new(error));
         let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);
         let with_model = |weights| Self::with_weights(device, config, weights, context, options, prompts_apart);
@@ -141,6 +141,29 @@ impl GpuBatch {
         Ok(batch)
     }
 
+    /// What is kept of a checkpoint: the quickest for steps of so many sequences. `fits` tells how many pages the cache
+    /// then has.
+    fn kept(
+        checkpoint: &Checkpoint,
+        device: &Device,
+        (sizes, options): (&BatchSizes, &BatchOptions),
+        fits: impl Fn(Option<Kept>) -> Result<usize, Error>,
+    ) -> Result<Option<Kept>, Error> {
+        if let Some(coded) = Kept::coded(checkpoint, device)? {
+            return Ok(Some(coded));
+        }
+        // Packed weights are quicker where there are few rows.
+        let are_wanted = sizes.are_few() || device.options().lossless == Some(true);
+        if !are_wanted && fits(None).is_ok() {
+            return Ok(None);
+        }
+        let Some(packed) = Kept::packed(checkpoint, device)? else { return Ok(None) };
+        // Prompts are quicker with plain weights beside, if the cache needs no more than both leave.
+        let is_beside =
+            packed.plain && are_wanted && fits(Some(packed)).is_ok_and(|pages| sizes.are_enough(pages, options));
+        Ok(Some(if is_beside { packed } else { packed.alone() }))
+    }
+
     /// Uploads a model that drafts, as a batch of its own.
     fn load_drafter(
         draft: &Checkpoint,
@@ -150,7 +173,7 @@ impl GpuBatch {
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
         let config = &draft.config;
-        let kept = DeviceWeights::kept(draft, device)?;
+        let kept = Kept::of(draft, device)?;
         let weights = DeviceWeights::upload(draft, device, kept, || Ok(()), progress)?;
         let sequences = options.of_drafter(None).sequences.unwrap_or(1) as usize;
         let room = device.free_memory()?.map_or(usize::MAX, |free| {

@@ -63,8 +63,13 @@ impl BatchSizes {
         self.generating <= step::MAX_DECODE_ROWS as usize
     }
 
+    /// Whether a cache of so many pages has room for all that these `options` ask for, or that sequences could use.
+    pub fn are_enough(&self, pages: usize, options: &BatchOptions) -> bool {
+        options.cache_tokens.is_some() || pages == self.most_pages()
+    }
+
     /// Pages that all sequences at their greatest length have.
-    pub fn most_pages(&self) -> usize {
+    fn most_pages(&self) -> usize {
         self.context.div_ceil(PAGE_TOKENS) * self.sequences
     }
 

@@ -1,0 +1,124 @@
+//! In which form a device keeps a model's matrices.
+
+use model::{Checkpoint, Config};
+
+use crate::Error;
+use crate::device::{Capabilities, Device};
+use crate::lossless::PackedSize;
+use crate::quantized::Coding;
+use crate::stream::Stream;
+
+/// What is kept of a model's matrices that is not bf16 alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// What decode steps read.
+    pub form: Form,
+    /// Whether bf16 weights are beside that: otherwise they are made again, a layer at a time, for passes that read
+    /// them.
+    pub plain: bool,
+}
+
+/// What matrices are, if not bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// The codes of quantised weights, of the layers.
+    Coded(Coding),
+    /// Packed without loss to this size, with the head.
+    Packed(PackedSize),
+}
+
+impl Kept {
+    /// What is kept of `checkpoint` on `device`, as its [options](crate::device::DeviceOptions) and its free memory
+    /// have it; none if it is bf16 alone.
+    ///
+    /// # Errors
+    /// Of reading the checkpoint; a driver error.
+    pub fn of(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Self>, Error> {
+        Self::coded(checkpoint, device)?.map_or_else(|| Self::packed(checkpoint, device), |coded| Ok(Some(coded)))
+    }
+
+    /// The same of a checkpoint whose layers have codes that kernels read; none of others.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub(crate) fn coded(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Self>, Error> {
+        if !device.capabilities().has_decode_kernel() || device.options().lossless == Some(false) {
+            return Ok(None);
+        }
+        let coding = Coding::of(&checkpoint.weights()?).filter(|coding| coding.is_for(device));
+        coding.map(|coding| Self::on(device, &checkpoint.config, Form::Coded(coding))).transpose()
+    }
+
+    /// The same where weights are [packed](Self::packs); none if they cannot be.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub(crate) fn packed(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Self>, Error> {
+        let config = &checkpoint.config;
+        if !Self::packs(device, config) {
+            return Ok(None);
+        }
+        let size = PackedSize::of(checkpoint, PackedSize::SPARSELY)?;
+        size.map(|size| Self::on(device, config, Form::Packed(size))).transpose()
+    }
+
+    /// What is kept of a model in such a form, likewise.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn on(device: &Device, config: &Config, form: Form) -> Result<Self, Error> {
+        let plain = match device.options().plain_beside {
+            _ if form.in_e4m3() => false,
+            Some(plain) => plain,
+            None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
+        };
+        Ok(Self { form, plain })
+    }
+
+    /// Whether weights are packed without loss on a device: where that is asked for, or layers have enough bytes for it
+    /// to be quicker. The emulator has no memory of its own that would be saved.
+    pub(crate) fn packs(device: &Device, config: &Config) -> bool {
+        let pays = || Self::packing_pays(config, device.capabilities()) && !device.is_emulator();
+        device.has_decode_kernel() && device.options().lossless.unwrap_or_else(pays)
+    }
+
+    /// Whether decode steps on such a card are quicker with weights packed without loss.
+    pub fn packing_pays(config: &Config, card: &Capabilities) -> bool {
+        let of_layer = Stream::bytes(config, false) / config.num_hidden_layers as u64;
+        card.has_decode_kernel() && of_layer >= card.tuning().lossless_from
+    }
+
+    /// The same without bf16 weights beside.
+    #[must_use]
+    pub fn alone(self) -> Self {
+        Self { plain: false, ..self }
+    }
+
+    /// Whether codes are what is multiplied.
+    pub fn in_e4m3(self) -> bool {
+        self.form.in_e4m3()
+    }
+
+    /// The codes' kind, if there are codes.
+    pub fn coding(self) -> Option<Coding> {
+        match self.form {
+            Form::Coded(coding) => Some(coding),
+            Form::Packed(_) => None,
+        }
+    }
+
+    /// Bytes of a model's matrices, those in bf16 with them.
+    pub fn bytes(self, config: &Config) -> u64 {
+        let of_form = match self.form {
+            Form::Coded(coding) => coding.bytes_of(config, 1),
+            Form::Packed(size) => size.packed,
+        };
+        of_form + Stream::bytes(config, !self.plain)
+    }
+}
+
+impl Form {
+    fn in_e4m3(self) -> bool {
+        matches!(self, Self::Coded(coding) if coding.in_blocks)
+    }
+}
