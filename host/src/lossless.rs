@@ -1,7 +1,7 @@
 //! Weights packed without loss for the decode kernels (see `gpu_kernels::weights::lossless`).
 //!
-//! A checkpoint's [size](PackedSize) says how long lists of escapes are, by some of its tiles. So every matrix is packed
-//! as soon as it is laid out, without the host, and what does not fit after all is found out at the end.
+//! A checkpoint's [size](PackedSize) says how long lists of escapes are, by some of its tiles. So every matrix is
+//! packed as soon as it is laid out, without the host, and what does not fit after all is found out at the end.
 
 mod sampled;
 

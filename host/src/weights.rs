@@ -100,8 +100,8 @@ pub struct DeviceLayer {
 
 impl DeviceWeights {
     /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
-    /// and quantised ones become the bf16 that they mean; or all are what is `kept`. Every weight is checked on the way.
-    /// Where that cannot be kept after all, `plain_fits` is asked before all of it is loaded again, as bf16.
+    /// and quantised ones become the bf16 that they mean; or all are what is `kept`. Every weight is checked on the
+    /// way. Where that cannot be kept after all, `plain_fits` is asked before all of it is loaded again, as bf16.
     ///
     /// # Errors
     /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, what `plain_fits`
