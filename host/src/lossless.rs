@@ -39,8 +39,6 @@ const WORTH: f64 = 0.85;
 const LIST_STEP: u32 = 16;
 /// One in so many tiles may have more escapes than its list has room for: the others are waited for.
 const SELDOM: u64 = 200;
-/// Escapes beyond lists' room for which there is memory anyway: those of a few tiles may be more than in the sample.
-const SPARE_ESCAPES: u64 = 1 << 14;
 
 /// Launches over so many chunks at a time: a grid has no more in its second dimension.
 const MOST_CHUNKS: u32 = 65_535;
@@ -61,7 +59,7 @@ impl Packed {
         let regions = walk.chunks / u64::from(TOGETHER) * u64::from(REGIONS);
         Ok(Self {
             regions: device.zeroed((regions * u64::from(Lossless::region_bytes(size.list_bytes))) as usize)?,
-            more: device.zeroed(more_room(size.beyond) as usize)?,
+            more: device.zeroed(more_room(size.plain, size.beyond) as usize)?,
             scales: device.zeroed(matrices)?,
             factors: vec![1.0; matrices],
             counts: device.zeroed(4 * matrices)?,
@@ -207,9 +205,11 @@ impl Packed {
 /// Elements of a chunk of the stream.
 const CHUNK_ELEMENTS: usize = gpu_kernels::stream::CHUNK_BYTES as usize / 2;
 
-/// Room for escapes beyond lists' room, of which a sample has so many.
-fn more_room(sampled: u64) -> u64 {
-    (2 * sampled + SPARE_ESCAPES).min(MOST_BEYOND)
+/// Room for escapes beyond lists' room, of matrices of so many bytes in bf16 that have so many by a sample: for twice as
+/// many, and for one in 16 tiles and some, should the sample have met few.
+fn more_room(plain: u64, sampled: u64) -> u64 {
+    let tiles = plain / u64::from(2 * TILE_WEIGHTS);
+    (2 * sampled + tiles / 16 + (1 << 10)).min(MOST_BEYOND)
 }
 
 /// How many escapes there are in all.

@@ -284,11 +284,12 @@ impl DeviceWeights {
         let form = match code.map(Coding::rounded) {
             Some(coding) => Some(Form::Coded(coding)).filter(|_| coding.is_for(device)),
             None if Kept::packs(device, config) => {
-                let sample = |gemm: Gemm| {
-                    let (n_tiles, k) = n_tiles(&gemm);
-                    Sample::new(n_tiles, k, &pattern[..N_TILE as usize * gemm.k])
+                // Of each matrix another part of the pattern.
+                let sample = |(number, gemm): (usize, Gemm)| {
+                    let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
+                    Sample::new(n_tiles, k, &pattern[number * rows % (PATTERN - rows)..][..rows])
                 };
-                PackedSize::of_samples(&config.gemms().map(sample).collect::<Vec<_>>()).map(Form::Packed)
+                PackedSize::of_samples(&config.gemms().enumerate().map(sample).collect::<Vec<_>>()).map(Form::Packed)
             }
             None => None,
         };

@@ -105,9 +105,10 @@ impl PackedSize {
         let beyond = beyond(&all, list_bytes);
         let chunks = stream::chunks(sizes, 1);
         let regions = chunks / u64::from(TOGETHER) * u64::from(REGIONS);
-        let lists_and_scales = 2 * more_room(beyond) + 4 * matrices.len() as u64;
+        let plain = chunks * u64::from(CHUNK_BYTES);
+        let lists_and_scales = 2 * more_room(plain, beyond) + 4 * matrices.len() as u64;
         Some(Self {
-            plain: chunks * u64::from(CHUNK_BYTES),
+            plain,
             packed: regions * u64::from(Lossless::region_bytes(list_bytes)) + lists_and_scales,
             list_bytes,
             beyond,
