@@ -100,6 +100,20 @@ impl Ring {
         unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
+    /// A consumer waits until the stage and the next one are full. Both are asked at once, as an answer takes its time.
+    #[inline(always)]
+    pub unsafe fn wait_full_pair(&self) {
+        let next = self.ahead(1);
+        // SAFETY: the caller's word.
+        unsafe {
+            let (one, other) = (self.full().try_wait(self.parity), next.full().try_wait(next.parity));
+            if !(one & other) {
+                self.wait_full();
+                next.wait_full();
+            }
+        }
+    }
+
     /// A producer waits until the stage is free.
     #[inline(always)]
     pub unsafe fn wait_empty(&self) {
@@ -137,6 +151,16 @@ impl Ring {
             bulk::fence_proxy_async();
             warp::sync_warp();
             self.empty().arrive_if(arrives);
+        }
+    }
+
+    /// Releases the stage and the next one, likewise.
+    #[inline(always)]
+    pub unsafe fn release_pair(&self, arrives: bool) {
+        // SAFETY: the caller's word.
+        unsafe {
+            self.release(arrives);
+            self.ahead(1).empty().arrive_if(arrives);
         }
     }
 

@@ -93,6 +93,15 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     /// instructions from `FIRST` on: 0 for the partial's stages with an even number, and 4.
     unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32);
 
+    /// Whether stages are unpacked in pairs, by [`unpack_pair`](Self::unpack_pair), as long as there are two.
+    const PAIRED: bool = false;
+
+    /// The fragments of a warp's N-tile of two stages of a split-K partial, which are full, the first with an even
+    /// number.
+    unsafe fn unpack_pair(_: &BatchedStep, _stages: [Shared<u8>; 2], _lane: u32) -> WeightFragments {
+        WeightFragments::default()
+    }
+
     /// What the sums of a phase have to be multiplied with.
     unsafe fn scale_of(phase: Global<Phase>) -> f32;
 }
@@ -135,6 +144,13 @@ fn put_slice<const FIRST: usize>(weights: [[u32; 4]; 4]) {
         };
     }
     put!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
+}
+
+/// Puts two slices' fragments into the registers of eight instructions.
+#[inline(always)]
+pub(crate) fn put_fragments([a, b, c, d, e, f, g, h]: WeightFragments) {
+    put_slice::<0>([a, b, c, d]);
+    put_slice::<4>([e, f, g, h]);
 }
 
 /// bf16, as core matrices.

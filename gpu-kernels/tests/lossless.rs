@@ -65,7 +65,7 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     }
     let weights = Lossless { regions: regions.ptr(), more: more.ptr(), scales: scales.ptr(), list_bytes };
     let again = Buffer::<bf16>::new_poisoned(stream.len());
-    let unpack = Unpack { weights, stream: again.ptr_mut(), base: 0, first: 0, matrix: 0 };
+    let unpack = Unpack { weights, stream: again.ptr_mut(), first: 0, matrix: 0, bounds: [CHUNKS as u32; 3] };
     run::<unpack_weights>(grid, Lossless::region_bytes(list_bytes), seed + 2, unpack);
     let again: Vec<u16> = again.as_slice().iter().map(|weight| weight.to_bits()).collect();
     assert!(again == stream, "unpacked, lists of {list_bytes}");

@@ -122,24 +122,21 @@ impl Packed {
     /// # Panics
     /// If there is no such layer: a bug of the caller.
     pub fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
-        for matrix in Matrix::OF_LAYER {
-            let (number, to) = (matrix.number(layer), stream.matrix(layer, matrix));
-            let unpack = Unpack {
-                weights: self.parts(),
-                // SAFETY: the matrix begins there in its stream.
-                stream: unsafe { stream.weights().ptr_mut().at(to.base as usize * CHUNK_ELEMENTS) },
-                base: (self.bases[number] / u64::from(TOGETHER)) as u32,
-                first: 0,
-                matrix: number as u32,
-            };
-            let shared = Lossless::region_bytes(self.list_bytes);
-            for (first, chunks) in self.grids(number) {
-                let unpack = Unpack { first, ..unpack };
-                // SAFETY: there are so many chunks of it, here and in the stream.
-                unsafe { device.launch_whole::<lossless::unpack_weights>((REGIONS, chunks), shared, unpack)? };
-            }
-        }
-        Ok(())
+        let matrix = Matrix::OF_LAYER[0].number(layer);
+        let [first, second, third, fourth, end] =
+            [0, 1, 2, 3, 4].map(|i| (self.bases[matrix + i] / u64::from(TOGETHER)) as u32);
+        let chunks = end - first;
+        assert!(u64::from(chunks * TOGETHER) <= stream.layer_chunks() && chunks <= MOST_CHUNKS, "{chunks} chunks");
+        let unpack = Unpack {
+            weights: self.parts(),
+            stream: stream.weights().ptr_mut(),
+            first,
+            matrix: matrix as u32,
+            bounds: [second, third, fourth].map(|bound| bound - first),
+        };
+        let shared = Lossless::region_bytes(self.list_bytes);
+        // SAFETY: the layer has so many chunks, here and in the stream.
+        unsafe { device.launch_whole::<lossless::unpack_weights>((REGIONS, chunks), shared, unpack) }
     }
 
     /// The chunks of 8 N-tiles of a matrix, as the first ones and the numbers of launches over all of them.
@@ -205,8 +202,8 @@ impl Packed {
 /// Elements of a chunk of the stream.
 const CHUNK_ELEMENTS: usize = gpu_kernels::stream::CHUNK_BYTES as usize / 2;
 
-/// Room for escapes beyond lists' room, of matrices of so many bytes in bf16 that have so many by a sample: for twice as
-/// many, and for one in 16 tiles and some, should the sample have met few.
+/// Room for escapes beyond lists' room, of matrices of so many bytes in bf16 that have so many by a sample: for twice
+/// as many, and for one in 16 tiles and some, should the sample have met few.
 fn more_room(plain: u64, sampled: u64) -> u64 {
     let tiles = plain / u64::from(2 * TILE_WEIGHTS);
     (2 * sampled + tiles / 16 + (1 << 10)).min(MOST_BEYOND)

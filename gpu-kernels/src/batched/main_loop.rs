@@ -12,7 +12,7 @@ use super::{BatchedStep, GROUP, K_SPLITS, Memory, Odd, Phase, PhaseKind, Rings, 
 use crate::ring::Ring;
 use crate::stream::STEP_BYTES;
 use crate::waiting;
-use crate::weights::{BatchedFormat, Plain};
+use crate::weights::{BatchedFormat, Plain, WeightFragments, put_fragments};
 
 /// A GEMM with its epilogue. `arrivals` counts parts of split tiles' halves.
 #[inline(always)]
@@ -263,6 +263,8 @@ unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedSt
             unroll!(J < TILES of 16; {
                 accumulators!(64 + 4 * J, [0.0; 4]);
             });
+        } else if F::PAIRED {
+            multiply_pairs::<F, TILES>(p, rings, of, lane);
         } else if TILES == 8 || F::COSTLY {
             multiply_loaded::<F, TILES>(p, rings, of, lane);
         } else {
@@ -327,6 +329,56 @@ unsafe fn multiply_loaded<F: BatchedFormat, const TILES: usize>(
     }
 }
 
+/// Of weights that take long to unpack: the fragments of two stages at once, while GEMMs read those before.
+#[inline(always)]
+unsafe fn multiply_pairs<F: BatchedFormat, const TILES: usize>(
+    p: &BatchedStep,
+    rings: &mut Rings,
+    of: &KPartial,
+    lane: u32,
+) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let Rings { ring, rows, .. } = rings;
+        if of.depth < 2 {
+            load_weights::<F, 0>(p, ring, of, lane);
+            begin_loaded::<TILES, 0>(rows, false);
+            end_loaded(rows, lane);
+            return;
+        }
+        put_fragments(unpack_pair::<F>(p, ring, lane));
+        begin_pair::<TILES>(rows, false);
+        let mut turn = 2;
+        while turn + 1 < of.depth {
+            let weights = unpack_pair::<F>(p, ring, lane);
+            end_pair(rows, lane);
+            put_fragments(weights);
+            begin_pair::<TILES>(rows, true);
+            turn += 2;
+        }
+        end_pair(rows, lane);
+        if turn < of.depth {
+            load_weights::<F, 0>(p, ring, of, lane);
+            begin_loaded::<TILES, 0>(rows, true);
+            end_loaded(rows, lane);
+        }
+    }
+}
+
+/// Unpacks two stages of weights, once they are full, and releases them.
+#[inline(always)]
+unsafe fn unpack_pair<F: BatchedFormat>(p: &BatchedStep, ring: &mut Ring, lane: u32) -> WeightFragments {
+    // SAFETY: the caller's word.
+    unsafe {
+        ring.wait_full_pair();
+        let stages = [ring.stage_buffer(), ring.ahead(1).stage_buffer()];
+        let weights = F::unpack_pair(p, stages, lane);
+        ring.release_pair(lane == 0);
+        *ring = ring.ahead(2);
+        weights
+    }
+}
+
 /// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
 #[inline(always)]
 unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(
@@ -354,8 +406,31 @@ unsafe fn begin_loaded<const TILES: usize, const FIRST: usize>(rows: &Ring, keep
     // SAFETY: the caller's word.
     unsafe {
         rows.wait_full();
-        let x = Operand::at(rows.stage_buffer());
         wgmma::fence();
+        multiply_stage::<TILES, FIRST>(rows, keep);
+        wgmma::commit();
+    }
+}
+
+/// Begins the MMAs of the rows' stage and the next one, once they are full, with the fragments of eight steps.
+#[inline(always)]
+unsafe fn begin_pair<const TILES: usize>(rows: &Ring, keep: bool) {
+    // SAFETY: the caller's word.
+    unsafe {
+        rows.wait_full_pair();
+        wgmma::fence();
+        multiply_stage::<TILES, 0>(rows, keep);
+        multiply_stage::<TILES, 4>(&rows.ahead(1), true);
+        wgmma::commit();
+    }
+}
+
+/// The MMAs of a stage of rows with the fragments of four steps from `FIRST` on.
+#[inline(always)]
+unsafe fn multiply_stage<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let x = Operand::at(rows.stage_buffer());
         macro_rules! multiply {
             ($mma:ident: $($step:literal)*) => {{
                 $( wgmma::$mma::<$step>(x.advance($step % 4 * 32), keep || $step % 4 != 0); )*
@@ -367,7 +442,6 @@ unsafe fn begin_loaded<const TILES: usize, const FIRST: usize>(rows: &Ring, keep
             (_, 0) => multiply!(mma_n128_upper: 0 1 2 3),
             (_, _) => multiply!(mma_n128_upper: 4 5 6 7),
         }
-        wgmma::commit();
     }
 }
 
@@ -379,6 +453,18 @@ unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
         wgmma::wait::<0>();
         rows.empty().arrive_if(lane == 0);
         *rows = rows.ahead(1);
+    }
+}
+
+/// The same of two stages of rows.
+#[inline(always)]
+unsafe fn end_pair(rows: &mut Ring, lane: u32) {
+    // SAFETY: the caller's word.
+    unsafe {
+        wgmma::wait::<0>();
+        rows.empty().arrive_if(lane == 0);
+        rows.ahead(1).empty().arrive_if(lane == 0);
+        *rows = rows.ahead(2);
     }
 }
 

@@ -335,6 +335,23 @@ impl BatchedFormat for Lossless {
         }
     }
 
+    const PAIRED: bool = true;
+
+    #[inline(always)]
+    unsafe fn unpack_pair(p: &BatchedStep, stages: [Shared<u8>; 2], lane: u32) -> WeightFragments {
+        // SAFETY: the caller's word.
+        unsafe {
+            let warp_id = thread::opaque(thread::warp_id());
+            let (slice, list_bytes) = (warp_id * PACKED_SLICE, p.lossless.list_bytes);
+            let first = stages[0].at(slice as usize);
+            let second = stages[1].at((TOGETHER * list_bytes + slice) as usize);
+            let list = stages[0].at((TOGETHER * PACKED_SLICE + warp_id * list_bytes) as usize).cast();
+            let place = Place { slices: [first, second], which: 0, list };
+            let [[a, b, c, d], [e, f, g, h]] = place.unpack(&p.lossless, lane, |_| {});
+            [a, b, c, d, e, f, g, h]
+        }
+    }
+
     #[inline(always)]
     unsafe fn scale_of(phase: Global<Phase>) -> f32 {
         // SAFETY: the caller's word.
@@ -643,21 +660,21 @@ pub unsafe fn pack_weights(p: Pack) {
     }
 }
 
-/// Parameters of [`unpack_weights`]. Grid: (4 split-K partials, chunks of 8 N-tiles); a warp for each N-tile; dynamic
-/// shared memory: [`Lossless::region_bytes`].
+/// Parameters of [`unpack_weights`]. Grid: (4 split-K partials, chunks of 8 N-tiles of a layer); a warp for each
+/// N-tile; dynamic shared memory: [`Lossless::region_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Unpack {
     /// The packed weights.
     pub weights: Lossless,
-    /// Where a matrix goes, as [`lay_out`](crate::stream::lay_out) would leave it.
+    /// Where a layer's matrices go, one after another, as [`lay_out`](crate::stream::lay_out) would leave them.
     pub stream: GlobalMut<bf16>,
-    /// The matrix's place among the weights': its first chunk of 8 N-tiles, and of these the first that is wanted.
-    pub base: u32,
-    /// Likewise.
+    /// The chunk of 8 N-tiles of all weights at which the layer begins.
     pub first: u32,
-    /// The matrix's number.
+    /// The number of its first matrix.
     pub matrix: u32,
+    /// The chunks of the layer at which its second, third and fourth matrix begin.
+    pub bounds: [u32; 3],
 }
 
 /// Makes plain weights of packed ones.
@@ -666,9 +683,14 @@ pub unsafe fn unpack_weights(p: Unpack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
-        let together = p.first + thread::block_idx_y();
-        let (list_bytes, doubled) = (p.weights.list_bytes, p.weights.scales.load_nc(p.matrix as usize) != 1.0);
-        let region = (p.base + together) as usize * REGIONS as usize + k_partial as usize;
+        let together = thread::block_idx_y();
+        let list_bytes = p.weights.list_bytes;
+        let mut matrix = p.matrix;
+        unroll!(I < 3; {
+            matrix += u32::from(together >= p.bounds[I]);
+        });
+        let doubled = p.weights.scales.load_nc(matrix as usize) != 1.0;
+        let region = (p.first + together) as usize * REGIONS as usize + k_partial as usize;
         let region = p.weights.regions.at(region * Lossless::region_bytes(list_bytes) as usize);
         // Each warp has the places of its own tile, where that lies in the region.
         let second = TOGETHER * (PACKED_SLICE + list_bytes);
