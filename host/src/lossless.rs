@@ -206,7 +206,7 @@ const CHUNK_ELEMENTS: usize = gpu_kernels::stream::CHUNK_BYTES as usize / 2;
 /// as many, and for one in 16 tiles and some, should the sample have met few.
 fn more_room(plain: u64, sampled: u64) -> u64 {
     let tiles = plain / u64::from(2 * TILE_WEIGHTS);
-    (2 * sampled + tiles / 16 + (1 << 10)).min(MOST_BEYOND)
+    (2 * sampled + tiles / 16 + (1 << 14)).min(MOST_BEYOND)
 }
 
 /// How many escapes there are in all.
