@@ -201,7 +201,7 @@ impl DeviceWeights {
         let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
         let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
         let mut staging = Staging::new(device, largest.max(least))?;
-        let (stream, compact) = (Self::stream(device, config, kept)?, Compact::new(device, config, kept)?);
+        let (stream, compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
         // The head, if it is that, from where it is.
@@ -230,7 +230,7 @@ impl DeviceWeights {
     }
 
     /// Memory for matrices in bf16.
-    fn stream(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Stream, Error> {
+    fn memory(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Stream, Error> {
         let is_of_layer = kept.is_some_and(|kept| !kept.plain);
         if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) }
     }
@@ -305,7 +305,7 @@ impl DeviceWeights {
         let hidden = config.hidden_size;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let (stream, mut compact) = (Self::stream(device, config, kept)?, Compact::new(device, config, kept)?);
+        let (stream, mut compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
         for (number, gemm) in config.gemms().enumerate() {
             let is_head = gemm.matrix == Matrix::Head;
             let weights = match is_head {

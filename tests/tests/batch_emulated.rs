@@ -9,6 +9,7 @@ use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together};
 use integration_tests::{answer, engine, golden_cases, greedy, uploaded};
 use model::{Checkpoint, Sampling};
+use rayon::prelude::*;
 
 const CONTEXT: usize = 200;
 
@@ -121,21 +122,22 @@ fn prompts_in_passes_of_their_own_give_the_same_in_any_company() {
         let backend = backend(&checkpoint, 77, options(1, 256, 4, 0, None), true);
         together(&checkpoint, backend, &[(0, request.clone())], Some(2)).0.remove(0).1
     };
-    let mut expected: Vec<_> = requests.iter().map(alone).collect();
+    let mut expected: Vec<_> = requests.par_iter().map(alone).collect();
     let longer = [requests[1].prompt.as_slice(), &expected[1].tokens].concat();
     requests.push(greedy(&longer, 5, None));
     expected.push(alone(&requests[6]));
     let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
-    let mut seen = Happened::default();
-    for (seed, (options, to_host)) in companies().into_iter().enumerate() {
+    let happened = companies().into_par_iter().enumerate().map(|(seed, (options, to_host))| {
         let backend = Arranged::priced(backend(&checkpoint, seed as u64, options, true), to_host);
         let (answers, happened) = together(&checkpoint, backend, &jobs, Some(2));
         for (id, answer) in &answers {
             assert_eq!(answer, &expected[*id], "request {id} with {options:?}");
         }
         println!("{happened:?}");
-        seen.add(happened);
-    }
+        happened
+    });
+    let mut seen = Happened::default();
+    happened.collect::<Vec<_>>().into_iter().for_each(|happened| seen.add(happened));
     assert!(seen.swapped > 0 && seen.dropped > 0 && seen.shared > 100 && seen.accepted > 10, "{seen:?}");
 }
 

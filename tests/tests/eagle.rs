@@ -8,6 +8,7 @@ use integration_tests::batch::{crowded, drafted_batch};
 use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
 use integration_tests::{answer, decode_calls, demo, demo_prompts, golden_dir, greedy, relative_error, repository};
 use model::{Checkpoint, CpuEagle, CpuModel, EagleHead, HiddenStates, Sampling, Taps};
+use rayon::prelude::*;
 use serde::Deserialize;
 
 /// Both sides round in f32 and differ in the order of sums only. Measured: below 2e-6.
@@ -250,16 +251,19 @@ fn the_demo_models_head_knows_what_the_model_says() {
 fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
     let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
     let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
-    for (options, tokens, settings) in
-        [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[6..]), (portable, 70, &EVERY[..1])]
-    {
+    let places = [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[6..]), (portable, 70, &EVERY[..1])];
+    places.into_par_iter().for_each(|(options, tokens, settings)| {
         let found = Pair::right().check(&Some(options.clone()), &prompt(tokens), 16, settings);
         let Drafted { drafted, accepted } = found[0];
         let is_alone = settings[0].ngram.is_none();
         assert!(!is_alone || drafted > 8 && accepted * 10 > drafted * 8, "{accepted} of {drafted}");
         Pair::wrong(Head::SPECULATORS).check(&Some(options), &prompt(3), 8, &settings[..1]);
-    }
-    // As right as on the CPU: what is drafted is the same.
+    });
+}
+
+#[test]
+fn a_head_that_is_right_now_and_then_is_so_wherever_it_runs() {
+    // What is drafted is the same.
     let pair = Pair::now_and_then();
     let [on_cpu, emulated] =
         [None, Some(DeviceOptions::default())].map(|place| pair.check(&place, &prompt(20), 16, &EVERY[..1])[0]);
