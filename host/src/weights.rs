@@ -1,11 +1,12 @@
-//! A checkpoint's weights in device memory: as bf16, or the layers' matrices as codes.
+//! A checkpoint's weights in device memory: as bf16, as codes, or packed without loss.
+
+mod staging;
 
 use std::f32::consts::TAU;
 use std::ops::Range;
 
 use cuda_std::Global;
 use gpu_kernels::embedding::Embed;
-use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
@@ -14,7 +15,8 @@ use model::format::{Code, Codes, e4m3 as numbers};
 use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
-use crate::device::{Buffer, Device, Filling, Group, Region};
+use self::staging::{Plan, Staging, rows_together};
+use crate::device::{Buffer, Device, Filling};
 use crate::e4m3::{self, E4m3};
 use crate::kept::{Form, Kept};
 use crate::lossless::{Packed, PackedSize, Sample};
@@ -443,118 +445,6 @@ impl Scales {
     /// Whether there was a scale that the kernels do not have.
     fn is_unfit(&self) -> bool {
         matches!(self, Self::Words(of) if of.is_unfit())
-    }
-}
-
-/// Rows of a matrix that are not cut apart: of an N-tile, or that a format reads together.
-fn rows_together(weight: &Weight<'_>) -> usize {
-    let (of_n_tile, of_format) = (N_TILE as usize, weight.unit().div_ceil(weight.shape()[1]));
-    if of_format.is_multiple_of(of_n_tile) { of_format } else { of_format * of_n_tile }
-}
-
-/// Where weights are to go.
-struct Plan<'a> {
-    device: &'a Device,
-    /// Each with the first element that goes to its region.
-    weights: Vec<(&'a Weight<'a>, usize)>,
-    /// Of each a region, in groups; the last one is not complete.
-    groups: Vec<Group>,
-    regions: Vec<Region>,
-    /// Of each group the number of the matrix that is laid out behind it, and where that is then; none of others.
-    behind: Vec<Option<(usize, Source)>>,
-}
-
-impl<'a> Plan<'a> {
-    fn new(device: &'a Device) -> Self {
-        Self { device, weights: Vec::new(), groups: Vec::new(), regions: Vec::new(), behind: Vec::new() }
-    }
-
-    /// The norm of a kind of heads; ones without it.
-    fn head_norm(&mut self, norm: Option<&'a Weight<'a>>) -> Result<Buffer<bf16>, Error> {
-        match norm {
-            Some(norm) => self.buffer(&[norm]),
-            None => self.device.upload(&[bf16::ONE; HEAD_DIM as usize]),
-        }
-    }
-
-    /// One buffer for `weights` one after another.
-    fn buffer(&mut self, weights: &[&'a Weight<'a>]) -> Result<Buffer<bf16>, Error> {
-        let buffer = self.device.zeroed(weights.iter().map(|weight| weight.elements()).sum())?;
-        self.place(weights, &buffer);
-        Ok(buffer)
-    }
-
-    /// `weights` one after another from the start of `buffer` on.
-    fn place(&mut self, weights: &[&'a Weight<'a>], buffer: &Buffer<bf16>) {
-        let mut at = 0;
-        for weight in weights {
-            self.place_part(weight, 0..weight.elements(), buffer, at);
-            at += weight.elements();
-        }
-    }
-
-    /// These elements of `weight` from element `at` of `buffer` on.
-    fn place_part(&mut self, weight: &'a Weight<'a>, part: Range<usize>, buffer: &Buffer<bf16>, at: usize) {
-        self.weights.push((weight, part.start));
-        // Rows that a format reads together are not cut apart.
-        self.regions.push(buffer.region(at, part.len()).in_units(weight.unit()));
-    }
-
-    /// Ends a group of regions, with what is laid out `behind` it; those of group `after` are done with before these
-    /// are filled.
-    fn end_group(&mut self, after: Option<usize>, behind: Option<(usize, Source)>) {
-        self.groups.push(Group { regions: std::mem::take(&mut self.regions), after });
-        self.behind.push(behind);
-    }
-}
-
-/// Memory for matrices on their way: one is laid out while the next one is copied.
-struct Staging {
-    slots: [Buffer<bf16>; 2],
-    /// The slot of the next one.
-    next: usize,
-    /// The group that each slot was last used by.
-    users: [Option<usize>; 2],
-}
-
-impl Staging {
-    /// For matrices, or parts of them, of up to so many elements.
-    fn new(device: &Device, largest: usize) -> Result<Self, Error> {
-        let slots = [device.zeroed(largest)?, device.zeroed(largest)?];
-        Ok(Self { slots, next: 0, users: [None; 2] })
-    }
-
-    /// Plans that matrix `number` of the stream is made of `weights` one after another, or of gate and up.
-    fn stage<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weights: &[&'a Weight<'a>], is_gated: bool) {
-        let elements: usize = weights.iter().map(|weight| weight.elements()).sum();
-        let rows: usize = weights.iter().map(|weight| weight.shape()[0]).sum();
-        let buffer = &self.slots[self.next];
-        plan.place(weights, buffer);
-        let (n, up) = if is_gated { (rows / 2, Some(elements / 2)) } else { (rows, None) };
-        let source = Source::new(buffer, n, up);
-        self.end(plan, number, source);
-    }
-
-    /// Plans that matrix `number` of the stream is made of `weight`, as many rows at a time as there is room for; but
-    /// not all: some are laid out while others are copied.
-    fn stage_in_parts<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weight: &'a Weight<'a>) {
-        let (rows, k) = (weight.shape()[0], weight.shape()[1]);
-        let unit = rows_together(weight);
-        let most = (self.slots[0].len() / (unit * k) * unit).min(rows.div_ceil(2).next_multiple_of(unit));
-        for first in (0..rows).step_by(most) {
-            let end = rows.min(first + most);
-            let buffer = &self.slots[self.next];
-            plan.place_part(weight, first * k..end * k, buffer, 0);
-            let source = Source { first_n_tile: first as u32 / N_TILE, ..Source::new(buffer, end - first, None) };
-            self.end(plan, number, source);
-        }
-    }
-
-    /// Ends the group that fills the next slot.
-    fn end(&mut self, plan: &mut Plan<'_>, number: usize, source: Source) {
-        let after = self.users[self.next].replace(plan.groups.len());
-        plan.end_group(after, Some((number, source)));
-        self.next = (self.next + 1) % self.slots.len();
     }
 }
 
