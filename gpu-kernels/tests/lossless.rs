@@ -24,29 +24,47 @@ struct Packed {
     escapes: u32,
 }
 
-/// Packs a stream with lists of so many bytes; none if some tile cannot be packed. What is unpacked again is the same.
-fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
+/// What packing a stream leaves on a device.
+struct Launched {
+    counts: Buffer<u32>,
+    regions: Buffer<u8>,
+    more: Buffer<u16>,
+    notes: Buffer<u32>,
+    scales: Buffer<f32>,
+}
+
+const GRID: [u32; 3] = [K_PARTIALS, CHUNKS as u32, 1];
+
+/// Launches what packs a stream with lists of so many bytes, and room for so many escapes beyond them.
+fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launched {
     let elements: Vec<bf16> = stream.iter().map(|&bits| bf16::from_bits(bits)).collect();
     let memory = Buffer::from_slice(&elements);
-    let counts = Buffer::from_slice(&[0u32; 4]);
-    let notes = Buffer::from_slice(&[0u32; 2]);
-    let scales = Buffer::<f32>::new_poisoned(1);
-    let regions = Buffer::<u8>::zeroed(CHUNKS * (REGIONS * Lossless::region_bytes(list_bytes)) as usize);
-    let more = Buffer::<u16>::new_poisoned(stream.len());
+    let launched = Launched {
+        counts: Buffer::from_slice(&[0; 4]),
+        regions: Buffer::zeroed(CHUNKS * (REGIONS * Lossless::region_bytes(list_bytes)) as usize),
+        more: Buffer::new_poisoned(more_room),
+        notes: Buffer::from_slice(&[0; 2]),
+        scales: Buffer::new_poisoned(1),
+    };
     let params = Pack {
         stream: memory.ptr(),
-        counts: counts.ptr_mut(),
-        regions: regions.ptr_mut(),
-        more: more.ptr_mut(),
-        notes: notes.ptr_mut(),
-        scale: scales.ptr_mut(),
-        more_room: stream.len() as u32,
+        counts: launched.counts.ptr_mut(),
+        regions: launched.regions.ptr_mut(),
+        more: launched.more.ptr_mut(),
+        notes: launched.notes.ptr_mut(),
+        scale: launched.scales.ptr_mut(),
+        more_room: more_room as u32,
         list_bytes,
         first: 0,
     };
-    let grid = [K_PARTIALS, CHUNKS as u32, 1];
-    run::<count_escapes>(grid, 0, seed, params);
-    run::<pack_weights>(grid, 0, seed + 1, params);
+    run::<count_escapes>(GRID, 0, seed, params);
+    run::<pack_weights>(GRID, 0, seed + 1, params);
+    launched
+}
+
+/// Packs a stream with lists of so many bytes; none if some tile cannot be packed. What is unpacked again is the same.
+fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
+    let Launched { counts, regions, more, notes, scales } = launch(stream, list_bytes, stream.len(), seed);
     let ([as_it_is, unfit, doubled, unfit_doubled], [beyond, left]) = (counts.as_slice(), notes.as_slice()) else {
         unreachable!("so many")
     };
@@ -66,7 +84,7 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     let weights = Lossless { regions: regions.ptr(), more: more.ptr(), scales: scales.ptr(), list_bytes };
     let again = Buffer::<bf16>::new_poisoned(stream.len());
     let unpack = Unpack { weights, stream: again.ptr_mut(), first: 0, matrix: 0, bounds: [CHUNKS as u32; 3] };
-    run::<unpack_weights>(grid, Lossless::region_bytes(list_bytes), seed + 2, unpack);
+    run::<unpack_weights>(GRID, Lossless::region_bytes(list_bytes), seed + 2, unpack);
     let again: Vec<u16> = again.as_slice().iter().map(|weight| weight.to_bits()).collect();
     assert!(again == stream, "unpacked, lists of {list_bytes}");
     Some(packed)
@@ -205,26 +223,8 @@ fn what_is_too_far_apart_is_not_packed() {
 fn escapes_that_find_no_room_are_counted_and_not_written() {
     let mut random = Random::new(4);
     let weights = stream(&mut random, |random, _| weight(random, 0.02));
-    let elements: Vec<bf16> = weights.iter().map(|&bits| bf16::from_bits(bits)).collect();
-    let (memory, notes, scales) =
-        (Buffer::from_slice(&elements), Buffer::from_slice(&[0u32; 2]), Buffer::<f32>::new_poisoned(1));
-    let counts = Buffer::from_slice(&[0u32; 4]);
-    let regions = Buffer::<u8>::zeroed(CHUNKS * (REGIONS * Lossless::region_bytes(16)) as usize);
     // The emulator would tell of the first one beyond.
-    let more = Buffer::<u16>::new_poisoned(10);
-    let params = Pack {
-        stream: memory.ptr(),
-        counts: counts.ptr_mut(),
-        regions: regions.ptr_mut(),
-        more: more.ptr_mut(),
-        notes: notes.ptr_mut(),
-        scale: scales.ptr_mut(),
-        more_room: 10,
-        list_bytes: 16,
-        first: 0,
-    };
-    run::<count_escapes>([K_PARTIALS, CHUNKS as u32, 1], 0, 1, params);
-    run::<pack_weights>([K_PARTIALS, CHUNKS as u32, 1], 0, 2, params);
+    let Launched { notes, .. } = launch(&weights, 16, 10, 1);
     assert!(notes.as_slice()[0] > 900 && notes.as_slice()[1] == 0, "{:?}", notes.as_slice());
 }
 

@@ -6,13 +6,13 @@
 mod sampled;
 
 use cuda_std::tensor::Array;
-use gpu_kernels::stream::{StreamMatrix, TOGETHER, Walk};
+use gpu_kernels::stream::{CHUNK_BYTES, StreamMatrix, TOGETHER};
 use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, Pack, REGIONS, TILE_WEIGHTS, Unpack};
 use model::plan::Matrix;
 
 use crate::Error;
 use crate::device::{Buffer, Device};
-use crate::stream::Stream;
+use crate::stream::{Stream, bases};
 
 pub use self::sampled::{PackedSize, Sample};
 
@@ -49,14 +49,9 @@ impl Packed {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, size: PackedSize) -> Result<Self, Error> {
-        let mut walk = Walk::new(device.sms());
-        let mut bases = vec![0];
-        for (n_tiles, k) in sizes {
-            walk.pass(n_tiles, k);
-            bases.push(walk.chunks);
-        }
+        let bases = bases(sizes, device.sms());
         let matrices = bases.len() - 1;
-        let regions = walk.chunks / u64::from(TOGETHER) * u64::from(REGIONS);
+        let regions = bases[matrices] / u64::from(TOGETHER) * u64::from(REGIONS);
         Ok(Self {
             regions: device.zeroed((regions * u64::from(Lossless::region_bytes(size.list_bytes))) as usize)?,
             more: device.zeroed(more_room(size.plain, size.beyond) as usize)?,
@@ -80,7 +75,7 @@ impl Packed {
         // SAFETY: within the buffers; the matrix begins there in its stream.
         let pack = unsafe {
             Pack {
-                stream: from.stream.at(from.base as usize * CHUNK_ELEMENTS),
+                stream: from.stream.at(from.base as usize * CHUNK_BYTES as usize / 2),
                 counts: self.counts.ptr_mut().at(4 * number),
                 regions: self.regions.ptr_mut().at(self.region_at(number)),
                 more: self.more.ptr_mut(),
@@ -109,9 +104,8 @@ impl Packed {
     /// A driver error.
     pub fn finish(&mut self) -> Result<bool, Error> {
         self.scales.read(0, &mut self.factors)?;
-        let mut unfit = [0];
-        self.notes.read(1, &mut unfit)?;
-        Ok(unfit == [0] && self.beyond()? <= self.more.len() as u64)
+        let [beyond, unfit] = self.read_notes()?;
+        Ok(unfit == 0 && beyond as usize <= self.more.len())
     }
 
     /// Enqueues that `stream` has a layer's weights again.
@@ -183,14 +177,11 @@ impl Packed {
         self.factors[matrix.number(layer)]
     }
 
-    /// Escapes for which lists have no room, once all matrices are packed. Waits for the device.
-    ///
-    /// # Errors
-    /// A driver error.
-    pub fn beyond(&self) -> Result<u64, Error> {
+    /// How many escapes found no room in lists, and how many tiles cannot be packed. Waits for the device.
+    fn read_notes(&self) -> Result<[u32; 2], Error> {
         let mut notes = [0; 2];
         self.notes.read(0, &mut notes)?;
-        Ok(notes[0].into())
+        Ok(notes)
     }
 
     /// Bytes of all of it.
@@ -198,9 +189,6 @@ impl Packed {
         (self.regions.len() + 2 * self.more.len() + 4 * self.scales.len()) as u64
     }
 }
-
-/// Elements of a chunk of the stream.
-const CHUNK_ELEMENTS: usize = gpu_kernels::stream::CHUNK_BYTES as usize / 2;
 
 /// Room for escapes beyond lists' room, of matrices of so many bytes in bf16 that have so many by a sample: for twice
 /// as many, and for one in 16 tiles and some, should the sample have met few.

@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use cuda_std::Global;
 use cuda_std::tensor::Array;
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER, Walk};
+use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER};
 use gpu_kernels::weights::quantized::{self, Dequantize, GROUP, GROUPS, Quantize, Scale};
 use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
@@ -23,7 +23,7 @@ use model::{Config, Dtype, Weight, Weights};
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::e4m3::{BLOCK, E4m3};
-use crate::stream::{Stream, chunks, n_tiles};
+use crate::stream::{Stream, bases, chunks, n_tiles};
 
 /// What the codes of a model's layers are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,17 +146,12 @@ impl Quantized {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, config: &Config, coding: Coding) -> Result<Self, Error> {
-        let mut walk = Walk::new(device.sms());
-        let (mut bases, mut largest) = (vec![0], 0);
-        for gemm in config.gemms().filter(|gemm| gemm.matrix != Matrix::Head) {
-            let (n_tiles, k) = n_tiles(&gemm);
-            walk.pass(n_tiles, k);
-            bases.push(walk.chunks);
-            largest = largest.max(words([gemm.weight_rows(), gemm.k]));
-        }
+        let layers = || config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
+        let bases = bases(layers().map(|gemm| n_tiles(&gemm)), device.sms());
+        let largest = layers().map(|gemm| words([gemm.weight_rows(), gemm.k])).max().unwrap_or(0);
         Ok(Self {
             coding,
-            codes: device.zeroed(coding.bytes(walk.chunks) as usize)?,
+            codes: device.zeroed(coding.bytes(bases[bases.len() - 1]) as usize)?,
             bases,
             strange: device.zeroed(1)?,
             scales: Mutex::new(device.zeroed(largest)?),

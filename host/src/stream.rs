@@ -15,9 +15,7 @@ use crate::device::{Buffer, Device};
 pub struct Stream {
     weights: Buffer<bf16>,
     matrices: Vec<StreamMatrix>,
-    /// Chunks of all of them.
-    chunks: u64,
-    /// Of those up to the head: of one layer, if that is all.
+    /// Chunks up to the head: of one layer, if that is all.
     layer_chunks: u64,
 }
 
@@ -56,11 +54,20 @@ pub fn n_tiles(gemm: &Gemm) -> (u32, u32) {
     ((gemm.weight_rows() as u32).div_ceil(N_TILE), gemm.k as u32)
 }
 
-/// The chunks of matrices of so many N-tiles and input features each, laid out for `blocks` blocks.
-pub fn chunks(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> u64 {
+/// The chunks at which matrices of so many N-tiles and input features each begin, laid out for `blocks` blocks one
+/// after another; and the last one's end.
+pub fn bases(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> Vec<u64> {
     let mut walk = Walk::new(blocks);
-    matrices.into_iter().for_each(|(n_tiles, k)| walk.pass(n_tiles, k));
-    walk.chunks
+    let mut end_of = |(n_tiles, k)| {
+        walk.pass(n_tiles, k);
+        walk.chunks
+    };
+    std::iter::once(0).chain(matrices.into_iter().map(&mut end_of)).collect()
+}
+
+/// The chunks of such matrices.
+pub fn chunks(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> u64 {
+    bases(matrices, blocks).last().copied().unwrap_or_default()
 }
 
 impl Stream {
@@ -75,20 +82,17 @@ impl Stream {
     /// The same, of which all but the last stand for those of so many layers, which have the same places.
     fn with_layers(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, layers: usize) -> Result<Self, Error> {
         let blocks = device.sms();
-        let mut walk = Walk::new(blocks);
-        let place = |(n_tiles, k)| {
-            let base = walk.chunks;
-            walk.pass(n_tiles, k);
-            StreamMatrix { stream: Global::default(), base, blocks, n_tiles, k }
-        };
-        let mut matrices: Vec<_> = sizes.into_iter().map(place).collect();
-        let weights = device.zeroed(walk.chunks as usize * CHUNK_BYTES as usize / 2)?;
-        matrices.iter_mut().for_each(|matrix| matrix.stream = weights.ptr());
+        let sizes: Vec<_> = sizes.into_iter().collect();
+        let bases = bases(sizes.iter().copied(), blocks);
+        let weights = device.zeroed(bases[sizes.len()] as usize * CHUNK_BYTES as usize / 2)?;
+        let stream = weights.ptr();
+        let place = |((n_tiles, k), &base)| StreamMatrix { stream, base, blocks, n_tiles, k };
+        let mut matrices: Vec<_> = sizes.into_iter().zip(&bases).map(place).collect();
         let layer_chunks = matrices.last().map_or(0, |head| head.base);
         let of_layer = &matrices[..matrices.len().saturating_sub(1)];
         let others: Vec<_> = (1..layers).flat_map(|_| of_layer).copied().collect();
         matrices.splice(0..0, others);
-        Ok(Self { weights, matrices, chunks: walk.chunks, layer_chunks })
+        Ok(Self { weights, matrices, layer_chunks })
     }
 
     /// The same for those of a model: each layer's, then the head.
@@ -162,11 +166,6 @@ impl Stream {
     /// All of them, in their order.
     pub fn matrices(&self) -> &[StreamMatrix] {
         &self.matrices
-    }
-
-    /// Where the matrices begin, in chunks, and where the last one ends.
-    pub fn bounds(&self) -> Vec<u64> {
-        self.matrices.iter().map(|matrix| matrix.base).chain([self.chunks]).collect()
     }
 
     /// All weights.

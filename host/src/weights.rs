@@ -378,9 +378,10 @@ impl DeviceWeights {
     /// A refused launch.
     pub fn make_layer(&self, device: &Device, layer: usize) -> Result<(), Error> {
         match &self.compact {
-            Compact::Quantized(codes) if self.stream.is_of_layer() => codes.make_layer(device, layer, &self.stream),
-            Compact::Packed(packed) if self.stream.is_of_layer() => packed.make_layer(device, layer, &self.stream),
-            _ => Ok(()),
+            _ if !self.stream.is_of_layer() => Ok(()),
+            Compact::Quantized(codes) => codes.make_layer(device, layer, &self.stream),
+            Compact::Packed(packed) => packed.make_layer(device, layer, &self.stream),
+            Compact::None | Compact::E4m3(_) => Ok(()),
         }
     }
 

@@ -87,7 +87,7 @@ fn so_do_the_kernels_that_read_codes() {
 fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
     let config = Config {
         vocab_size: 300,
-        hidden_size: 384,
+        hidden_size: 640,
         intermediate_size: 2432,
         num_hidden_layers: 2,
         num_attention_heads: 10,

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 
-use host::device::Capabilities;
-use host::device::CardInfo;
+use host::device::{Capabilities, CardInfo};
 use host::forward::{Footprint, Forward};
 use host::{Coding, Form, Kept, PackedSize, gib};
 use model::checkpoint::{MatrixOutline, OutlineTensor};

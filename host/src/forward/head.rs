@@ -148,21 +148,23 @@ impl HeadWeights {
         let stream = Self::stream(&config, device)?;
         let matrices: [(&[Tensor<'_>], usize); 5] =
             [(&qkv, config.qkv_size()), (&[o], hidden), (&w.gate_up, inner), (&[w.down], hidden), (&[fc], hidden)];
+        let packs = Self::packs(device, &stream)?;
         let mut samples = Vec::new();
         let mut sample = |number: usize, weights: &Buffer<bf16>| {
+            if !packs || number == FC {
+                return Ok::<_, Error>(());
+            }
             let StreamMatrix { n_tiles, k, .. } = stream.matrices()[number];
             let mut rows = vec![bf16::ZERO; weights.len().min(SAMPLED * k as usize)];
             weights.read(0, &mut rows)?;
             samples.push(Sample::new(n_tiles, k, &rows));
-            Ok::<_, Error>(())
+            Ok(())
         };
         // The layer's four, then the head, then the last.
         for (number, (tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
             let weights = copy(tensors)?;
             let up = (number == Matrix::GateUp.number(0)).then_some(weights.len() / 2);
-            if number < FC {
-                sample(number, &weights)?;
-            }
+            sample(number, &weights)?;
             // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
             unsafe { stream.lay_out(device, number, Source::new(&weights, n, up))? };
         }
@@ -171,7 +173,8 @@ impl HeadWeights {
         unsafe {
             stream.lay_out(device, Matrix::Head.number(1), Source::new(&embed_of_head, config.vocab_size, None))?
         };
-        let compact = Self::packed(device, &stream, &samples)?.map_or(Compact::None, Compact::Packed);
+        let packed = if packs { Self::packed(device, &stream, &samples)? } else { None };
+        let compact = packed.map_or(Compact::None, Compact::Packed);
         Ok(Self {
             config,
             weights: DeviceWeights {
@@ -195,15 +198,17 @@ impl HeadWeights {
 }
 
 impl HeadWeights {
-    /// The matrices of a pass packed without loss, with samples of their rows: where that is quicker and there is the
-    /// memory, whatever is wanted of the model, since nobody sees the bits of what is drafted.
-    fn packed(device: &Device, stream: &Stream, samples: &[Sample]) -> Result<Option<Packed>, Error> {
+    /// Whether matrices are packed without loss: where that is quicker and there is the memory, whatever is wanted of
+    /// the model, since nobody sees the bits of what is drafted.
+    fn packs(device: &Device, stream: &Stream) -> Result<bool, Error> {
         let bytes = 2 * stream.weights().len() as u64;
         let pays = bytes >= device.capabilities().tuning().lossless_from
             && device.free_memory()?.is_some_and(|free| free / 4 > bytes);
-        if !device.has_decode_kernel() || !(pays || device.options().lossless == Some(true)) {
-            return Ok(None);
-        }
+        Ok(device.has_decode_kernel() && (pays || device.options().lossless == Some(true)))
+    }
+
+    /// The matrices of a pass packed, if they can be, with samples of their rows.
+    fn packed(device: &Device, stream: &Stream, samples: &[Sample]) -> Result<Option<Packed>, Error> {
         let Some(size) = PackedSize::of_samples(samples) else { return Ok(None) };
         let mut packed = Packed::new(device, samples.iter().map(Sample::size), size)?;
         for (number, &from) in stream.matrices()[..FC].iter().enumerate() {

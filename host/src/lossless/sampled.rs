@@ -39,6 +39,19 @@ impl Sample {
         Self { n_tiles, k, rows: rows.collect() }
     }
 
+    /// How many of the matrix's tiles have so many escapes, if all are as these rows; none if some tile cannot be
+    /// packed.
+    fn counts(&self) -> Option<Vec<u64>> {
+        let mut counts = [(); 2].map(|()| vec![0; MOST_ESCAPES as usize + 1]);
+        self.rows.chunks(N_TILE as usize).for_each(|rows| count_n_tile(rows, &mut counts));
+        // As they are or doubled, whichever has fewer escapes.
+        let fits = |counts: &Vec<u64>| counts[MOST_ESCAPES as usize] == 0;
+        let best = counts.into_iter().filter(fits).min_by_key(|counts| escapes_of(counts))?;
+        let tiles = u64::from(self.n_tiles * self.k.div_ceil(CHUNK_FEATURES) * K_PARTIALS);
+        let sampled: u64 = best.iter().sum();
+        Some(best.into_iter().map(|count| (count * tiles).div_ceil(sampled)).collect())
+    }
+
     /// The matrix's N-tiles and input features.
     pub const fn size(&self) -> (u32, u32) {
         (self.n_tiles, self.k)
@@ -69,14 +82,9 @@ impl PackedSize {
         let matrices: Vec<_> = of_layers.chain([head]).collect();
         let counts = matrices.par_iter().map(|(number, parts, beside)| {
             let n_tiles = parts.iter().map(|part| part.shape()[0]).sum::<usize>().div_ceil(N_TILE as usize);
-            let sampled: Vec<_> = (number % every.min(n_tiles)..n_tiles).step_by(every).collect();
-            let mut counts = [(); 2].map(|()| vec![0; MOST_ESCAPES as usize + 1]);
-            for &n_tile in &sampled {
-                count_n_tile(&rows_of(parts, n_tile, *beside)?, &mut counts);
-            }
-            // As many as there are of the whole matrix.
-            let all = |count: u64| (count * n_tiles as u64).div_ceil(sampled.len() as u64);
-            Ok::<_, Error>(best_of(counts).map(|counts| counts.into_iter().map(all).collect::<Vec<_>>()))
+            let sampled = (number % every.min(n_tiles)..n_tiles).step_by(every);
+            let rows = sampled.map(|n_tile| rows_of(parts, n_tile, *beside)).collect::<Result<Vec<_>, _>>()?.concat();
+            Ok::<_, Error>(Sample { n_tiles: n_tiles as u32, k: parts[0].shape()[1] as u32, rows }.counts())
         });
         let counts: Vec<Option<Vec<u64>>> = counts.collect::<Result<_, _>>()?;
         let Some(counts) = counts.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
@@ -86,14 +94,7 @@ impl PackedSize {
 
     /// Of matrices with these samples. None as [`of`](Self::of).
     pub fn of_samples(samples: &[Sample]) -> Option<Self> {
-        let counts = samples.iter().map(|Sample { n_tiles, k, rows }| {
-            let mut counts = [(); 2].map(|()| vec![0; MOST_ESCAPES as usize + 1]);
-            rows.chunks(N_TILE as usize).for_each(|rows| count_n_tile(rows, &mut counts));
-            let best = best_of(counts)?;
-            let (sampled, tiles) = (best.iter().sum(), u64::from(n_tiles * k.div_ceil(CHUNK_FEATURES) * K_PARTIALS));
-            Some(best.into_iter().map(|count: u64| (count * tiles).div_ceil(sampled)).collect())
-        });
-        let counts = counts.collect::<Option<Vec<_>>>()?;
+        let counts = samples.iter().map(Sample::counts).collect::<Option<Vec<_>>>()?;
         Self::of_counts(samples.iter().map(Sample::size), &counts)
     }
 
@@ -114,12 +115,6 @@ impl PackedSize {
             beyond,
         })
     }
-}
-
-/// As they are or doubled, whichever has fewer escapes; none if some tile cannot be packed either way.
-fn best_of(counts: Counts) -> Option<Vec<u64>> {
-    let fits = |counts: &Vec<u64>| counts[MOST_ESCAPES as usize] == 0;
-    counts.into_iter().filter(fits).min_by_key(|counts| escapes_of(counts))
 }
 
 /// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one
@@ -218,7 +213,8 @@ mod tests {
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
             let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
             let packed = weights.packed().expect("packed");
-            assert_eq!((size.packed, size.beyond), (packed.bytes(), packed.beyond().unwrap()), "{model}");
+            let [beyond, _] = packed.read_notes().unwrap();
+            assert_eq!((size.packed, size.beyond), (packed.bytes(), u64::from(beyond)), "{model}");
         }
     }
 }
