@@ -1,5 +1,5 @@
-//! Compiles `gpu-kernels` to PTX, once for each level that a card may have, and to machine code for Hopper, which is a
-//! level of its own. The list of what was made is `images.rs`.
+//! Compiles `gpu-kernels` to PTX, once for each level that a card may have, and to machine code for the last, Hopper's.
+//! The list of what was made is `images.rs`.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,9 @@ fn main() {
              kernels when they are first used, for some seconds (scripts/ptxas.sh .venv fetches it)"
         );
     }
-    if let Err(error) = build_images(Path::new("../gpu-kernels"), &[("sm_80", None), ("sm_90a", assembler)], &out) {
+    if let Err(error) =
+        build_images(Path::new("../gpu-kernels"), &[("sm_80", None), ("sm_90", None), ("sm_90a", assembler)], &out)
+    {
         println!("cargo::error={error}");
         std::process::exit(1);
     }

@@ -67,12 +67,12 @@ mod tests {
                 let found = images.flat_map(|image| image.layouts).find(|(kernel, _)| *kernel == K::NAME);
                 found.map(|(_, digest)| *digest)
             };
-            for arch in ["sm_80", "sm_90a"] {
+            for arch in ["sm_80", "sm_90", "sm_90a"] {
                 let expected = levels.contains(&arch).then_some(K::LAYOUT);
                 assert_eq!(digests(arch), expected, "{} for {arch}", K::NAME);
             }
         }
-        let all = ["sm_80", "sm_90a"];
+        let all = ["sm_80", "sm_90", "sm_90a"];
         has::<bench_kernels::ceilings::ceiling_mma>(&all);
         has::<bench_kernels::ngram::ngram_match_mixed_i64>(&all);
         has::<bench_kernels::ngram::peers::ngram_scan_share_i64>(&all);

@@ -38,7 +38,7 @@ impl FromStr for Weights {
     }
 }
 
-/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--portable`, `--unfused`,
+/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--level LEVEL`, `--unfused`,
 /// `--weights plain`, `packed`, `fp8` or `int4`, as of `warpdraft bench`), and words of its own.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Arguments {
@@ -68,7 +68,7 @@ impl Arguments {
                     // SAFETY: whoever names a build of the kernels answers for it (docs/guide/profile.md).
                     options.kernels = Some(unsafe { KernelFile::trusted(path) });
                 }
-                "--portable" => options.portable = true,
+                "--level" => options.level = Some(arguments.next().unwrap_or_default().parse()?),
                 "--unfused" => options.unfused = true,
                 "--weights" => {
                     Weights { lossless: options.lossless, code } = arguments.next().unwrap_or_default().parse()?;
@@ -125,6 +125,8 @@ pub fn tokens(config: &Config, len: usize) -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
+    use host::device::Level;
+
     use super::{Arguments, KernelFile};
 
     fn of(line: &str) -> Result<Arguments, String> {
@@ -133,10 +135,10 @@ mod tests {
 
     #[test]
     fn flags_may_stand_anywhere_among_the_words() {
-        let found = of("8B --kernels a.ptx 64 --unfused").unwrap();
+        let found = of("8B --kernels a.ptx 64 --unfused --level sm_90").unwrap();
         assert_eq!(found.words, ["8B", "64"]);
         assert_eq!(found.options.kernels.as_ref().map(KernelFile::path), Some("a.ptx".as_ref()));
-        assert!(found.options.unfused && !found.options.portable);
+        assert!(found.options.unfused && found.options.level == Some(Level::Sm90));
         assert_eq!(found.options.modules.len(), crate::MODULES.len());
     }
 
@@ -145,6 +147,7 @@ mod tests {
         assert_eq!(of("8B --weights int4").unwrap().code, Some(super::Code::Int4));
         assert!(of("--fast").unwrap_err().contains("--fast"));
         assert!(of("8B --kernels").unwrap_err().contains("file"));
+        assert!(of("8B --level").unwrap_err().contains("sm_90a"));
         assert!(of("8B --weights small").unwrap_err().contains("packed, fp8 or int4"));
         let error = of("").unwrap().subject("9B").err().unwrap().to_string();
         assert!(error.contains("9B"), "{error}");

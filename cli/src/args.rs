@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
-use host::device::{DeviceOptions, KernelFile};
+use host::device::{DeviceOptions, KernelFile, Level};
 use host::{DeviceChoice, ModelDraft, NgramDraft};
 use model::Sampling;
 
@@ -272,9 +272,9 @@ pub struct KernelArgs {
     /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true)]
     pub kernels: Option<PathBuf>,
-    /// On Hopper and the emulator, run the kernels of other cards, for tests
-    #[arg(long, hide_short_help = true)]
-    pub portable: bool,
+    /// Run the kernels of this level, sm_80, sm_90 or sm_90a, for tests of what other cards do [default: the card's]
+    #[arg(long, value_name = "LEVEL", hide_short_help = true)]
+    pub level: Option<Level>,
     /// On Hopper and the emulator, run a decode step as a launch for each operator, for comparison
     #[arg(long, hide_short_help = true)]
     pub unfused: bool,
@@ -283,9 +283,9 @@ pub struct KernelArgs {
 impl KernelArgs {
     /// How a device is opened for them.
     pub fn options(&self) -> DeviceOptions {
-        let Self { kernels, portable, unfused } = self;
+        let Self { kernels, level, unfused } = self;
         let kernels = kernels.as_ref().map(trusted);
-        DeviceOptions { portable: *portable, unfused: *unfused, kernels, ..DeviceOptions::default() }
+        DeviceOptions { level: *level, unfused: *unfused, kernels, ..DeviceOptions::default() }
     }
 }
 

@@ -29,6 +29,8 @@
 
 mod attention;
 mod consumer;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod e4m3;
 mod exchange;
 mod heads;
 mod producer;
@@ -36,11 +38,11 @@ mod sequences;
 mod tree;
 
 use cuda_std::tensor::TensorMap;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use cuda_std::wgmma;
 use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
 
 use crate::attention::Attend;
-use crate::e4m3;
 use crate::eagle::{EagleStep, Taps};
 use crate::exchange::Exchange;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -48,10 +50,14 @@ use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, N_TILES, SLICE_BYTES, SLICES, Walk};
-use crate::weights::{E4m3, Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
+use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
-pub(crate) use consumer::{OfCodes, OfFragments, Products};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub(crate) use consumer::OfCodes;
+pub(crate) use consumer::{OfFragments, Products};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
 use producer::{Units, produce};
 
 /// Threads of a block.
@@ -96,9 +102,9 @@ pub struct DecodeStep {
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
     /// The layers' matrices in e4m3: of the kernels that multiply so.
-    pub e4m3: e4m3::Weights,
+    pub e4m3: crate::e4m3::Weights,
     /// Where their inputs' codes are, of several rows.
-    pub inputs: e4m3::Inputs,
+    pub inputs: crate::e4m3::Inputs,
     /// The chunk of the stream at which the head begins: of the kernels that read codes of the layers' matrices.
     pub head_base: u64,
     /// How TMA reads packed weights, or [codes](crate::weights::quantized#layout).
@@ -291,9 +297,6 @@ impl DecodeStep {
 unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
-        if F::INPUTS > 1 {
-            wgmma::declare();
-        }
         if p.work.rows.count.load(0) == 1 {
             run::<F, 1, 1, true, CHAIN>(p, 1);
         }
@@ -305,9 +308,6 @@ unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
 unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const ROWS: u8>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
-        if F::INPUTS > 1 {
-            wgmma::declare();
-        }
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count > 1 {
             run::<F, TILES, GROUP, false, ROWS>(p, count);
@@ -352,10 +352,10 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE
         // otherwise 24 would not do.
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
-            wgmma::take_registers::<240>();
+            take_registers();
             Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, GROUP, ONE>();
         } else {
-            wgmma::give_registers::<24>();
+            give_registers();
             if warp_id == WARPS {
                 produce::<F, ROWS>(p, ONE);
             } else if ONE && warp_id == WARPS + 1 {
@@ -363,6 +363,20 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE
             }
         }
     }
+}
+
+/// A consumer takes the registers that the producer's warps leave. Only Hopper can.
+#[inline(always)]
+fn take_registers() {
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    wgmma::take_registers::<240>();
+}
+
+/// A warp beside consumers leaves them its registers, likewise.
+#[inline(always)]
+fn give_registers() {
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    wgmma::give_registers::<24>();
 }
 
 /// The forward pass of one row. It has a kernel of its own, so that what several rows need takes none of its registers;
@@ -378,13 +392,6 @@ pub unsafe fn decode_1(p: DecodeStep) {
 pub unsafe fn decode_1_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode_one::<Lossless>(&p) }
-}
-
-/// [`decode_1`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_1_e4m3(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode_one::<E4m3>(&p) }
 }
 
 /// [`decode_1`], of layers in FP8.
@@ -434,21 +441,6 @@ pub unsafe fn decode_8_lossless(p: DecodeStep) {
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Lossless, 2, 1, CHAIN>(&p) }
-}
-
-/// [`decode_16`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8. Fewer rows take it
-/// as well.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_e4m3(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<E4m3, 2, 1, CHAIN>(&p) }
-}
-
-/// [`decode_tree`], of such layers.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<E4m3, 2, 1, TREE>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.
@@ -596,13 +588,6 @@ pub unsafe fn decode_8_sequences_int4_f16(p: DecodeStep) {
 pub unsafe fn decode_16_sequences_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { decode::<Quantized<Int4<2>>, 2, 1, SEQUENCES>(&p) }
-}
-
-/// [`decode_16_sequences`], of layers in FP8 whose weights' scales are of 128 × 128: in the tensor cores' FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_sequences_e4m3(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<E4m3, 2, 1, SEQUENCES>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

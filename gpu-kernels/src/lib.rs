@@ -37,7 +37,7 @@ pub mod attention;
 pub mod batch;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod batched;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 pub mod decode;
 pub mod draft_model;
 pub mod drafting;
@@ -60,7 +60,7 @@ pub mod packed;
 pub mod prefill_attention;
 pub mod qkv;
 mod quad;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 mod ring;
 pub mod sample;
 pub mod step;
@@ -68,7 +68,7 @@ pub mod stream;
 pub mod token_copy;
 pub mod tree;
 mod waiting;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 pub mod weights;
 pub mod workspace;
 

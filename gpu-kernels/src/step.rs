@@ -8,7 +8,7 @@
 //! certainty, and then rejection sampling is this comparison: see `sample`).
 
 use cuda_std::atomic::{self, Ordering, Scope};
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::dependent_launch;
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
@@ -162,7 +162,7 @@ pub unsafe fn plan_decode(p: PlanDecode) {
 /// Waits for the launches ahead, where this one may have begun before they were done.
 #[inline(always)]
 fn wait_for_launches() {
-    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
     dependent_launch::wait();
 }
 
@@ -424,7 +424,7 @@ impl AcceptAndDraft {
 pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+        #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
         dependent_launch::allow_next();
         if thread::warp_id() == together::THREADS / 32 {
             wait_for_launches();

@@ -1,7 +1,7 @@
 //! Waiting that is bounded: a launch that cannot make progress ends with an error.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::bulk::Barrier;
 use cuda_std::{GlobalMut, thread};
 
@@ -22,7 +22,7 @@ pub(crate) unsafe fn until(mut is_so: impl FnMut() -> bool) {
 }
 
 /// Waits for the end of the phase of this parity.
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[inline(always)]
 pub(crate) unsafe fn for_phase(barrier: Barrier, parity: u32) {
     // SAFETY: the caller's word.

@@ -65,7 +65,7 @@ mod tests {
         let opening = choice.open_ahead(&options);
         assert_eq!(begun().iter().filter(|(begun, ..)| *begun == choice).count(), 1);
         // Another device than the one that was begun.
-        assert!(fetch(choice, &DeviceOptions { portable: true, ..options.clone() }).is_none());
+        assert!(fetch(choice, &DeviceOptions { level: Some(crate::device::Level::Sm80), ..options.clone() }).is_none());
         assert!(matches!(choice.open(&options), Err(Error::NoCuda { .. })));
         assert!(!begun().iter().any(|(begun, ..)| *begun == choice));
         // Nothing is left to wait for.

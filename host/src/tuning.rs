@@ -129,11 +129,12 @@ const _: () = assert!(Tuning::H100.sequences <= MAX_BATCHED_ROWS && Tuning::H100
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Level;
 
     #[test]
     fn a_table_is_chosen_by_what_a_card_can_do() {
         let hopper = Capabilities {
-            level: "sm_90a",
+            level: Level::Sm90a,
             bulk_copies: true,
             clusters: true,
             wgmma: true,

@@ -3,7 +3,7 @@
 
 use std::ops::ControlFlow;
 
-use host::device::{Calls, Device, DeviceOptions};
+use host::device::{Calls, Device, DeviceOptions, Level};
 use host::{DeviceChoice, Draft, Drafted, Engine, Error, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
 use integration_tests::batch::{crowded, drafted_batch};
 use integration_tests::{Shallow, answer, decode_calls, demo, demo_prompts, engine, golden_dir, greedy};
@@ -103,7 +103,7 @@ fn output_under_the_emulator_is_the_same_whichever_model_drafts() {
     let prompt: Vec<u32> = (0..70).map(|i| i * 37 % 250).collect();
     let sampling = Sampling { temperature: 0.7, top_k: 8, seed: 3, ..Sampling::default() };
     let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
-    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    let portable = DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() };
     for (name, options, settings) in [
         ("tied_bf16", DeviceOptions::default(), &EVERY[..]),
         ("tied_qwen2_bf16", unfused, &EVERY[5..]),

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use host::device::{Calls, Device, DeviceOptions};
+use host::device::{Calls, Device, DeviceOptions, Level};
 use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
 use integration_tests::batch::{crowded, drafted_batch};
 use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
@@ -223,7 +223,7 @@ fn a_batch_on_the_cpu_is_the_same_whatever_the_head_says() {
 
 #[test]
 fn a_batch_under_the_emulator_is_the_same_whatever_the_head_says() {
-    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    let portable = DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() };
     for (options, settings, lengths) in [
         (DeviceOptions::default(), ALONE, &[140, 20, 3, 70][..]),
         (DeviceOptions::default(), EVERY[4], &[20, 31]),
@@ -250,7 +250,7 @@ fn the_demo_models_head_knows_what_the_model_says() {
 #[test]
 fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
     let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };
-    let portable = DeviceOptions { portable: true, ..DeviceOptions::default() };
+    let portable = DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() };
     let places = [(DeviceOptions::default(), 70, &EVERY[..]), (unfused, 20, &EVERY[6..]), (portable, 70, &EVERY[..1])];
     places.into_par_iter().for_each(|(options, tokens, settings)| {
         let found = Pair::right().check(&Some(options.clone()), &prompt(tokens), 16, settings);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use host::batch::{Batch, BatchOptions, GpuBatch};
-use host::device::{self, Device, DeviceOptions, IMAGES, Image, KernelFile, MAIN};
+use host::device::{self, Device, DeviceOptions, IMAGES, Image, KernelFile, Level, MAIN};
 use host::forward::Footprint;
 use host::weights::DeviceWeights;
 use host::{
@@ -36,11 +36,12 @@ type Test = fn(&DeviceOptions) -> Result<(), Failed>;
 type OpeningTest = fn() -> Result<(), Failed>;
 
 /// The ways to open a card that tests run in, with what their names begin with.
-fn ways() -> [(&'static str, DeviceOptions); 3] {
+fn ways() -> [(&'static str, DeviceOptions); 4] {
     [
         ("", DeviceOptions::default()),
         ("unfused::", DeviceOptions { unfused: true, ..DeviceOptions::default() }),
-        ("portable::", DeviceOptions { portable: true, ..DeviceOptions::default() }),
+        ("after_hopper::", DeviceOptions { level: Some(Level::Sm90), ..DeviceOptions::default() }),
+        ("portable::", DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() }),
     ]
 }
 
@@ -561,7 +562,7 @@ fn refused(outcome: Result<(), Failed>, parts: &[&str]) -> Result<(), Failed> {
 
 /// The main module as it is built in, for this card.
 fn main_module() -> Result<&'static Image, Failed> {
-    let arch = Device::cuda(0)?.capabilities().level;
+    let arch = Device::cuda(0)?.capabilities().level.name();
     IMAGES.iter().find(|image| image.arch == arch && image.module == MAIN).ok_or_else(|| "no such module".into())
 }
 

@@ -4,7 +4,7 @@
 use std::ops::ControlFlow;
 
 use host::batch::{Batch, BatchOptions, Job};
-use host::device::{Device, DeviceOptions};
+use host::device::{Device, DeviceOptions, Level};
 use host::forward::Forward;
 use host::{Coding, DeviceChoice, Engine, Gpu, LoadOptions, NgramDraft, Request};
 use integration_tests::{
@@ -22,8 +22,13 @@ fn unfused() -> DeviceOptions {
     DeviceOptions { unfused: true, ..DeviceOptions::default() }
 }
 
+/// The kernels for cards after Hopper.
+fn after_hopper() -> DeviceOptions {
+    DeviceOptions { level: Some(Level::Sm90), ..DeviceOptions::default() }
+}
+
 fn portable() -> DeviceOptions {
-    DeviceOptions { portable: true, ..DeviceOptions::default() }
+    DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() }
 }
 
 fn prefill() -> DeviceOptions {
@@ -58,7 +63,7 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
     let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
     let mut fused = engine(&DeviceOptions::default());
     let (logits, whole) = (fused.score(&prompt).unwrap(), answer(&mut fused, &greedy(&prompt, 12, None)).tokens);
-    for options in [unfused(), portable()] {
+    for options in [unfused(), after_hopper(), portable()] {
         let mut other = engine(&options);
         assert!(other.score(&prompt).unwrap() == logits, "{options:?}");
         for draft in [None, Some(EAGER)] {
@@ -148,7 +153,8 @@ fn quantised_weights_are_read_as_codes() {
 fn steps_in_launches_are_as_many_as_there_are_operators() {
     let (case, checkpoint) = golden();
     let operators = 5 + 6 * checkpoint.config.num_hidden_layers as u64;
-    for (options, launches) in [(DeviceOptions::default(), 3), (unfused(), operators), (portable(), operators)] {
+    let steps = [(DeviceOptions::default(), 3), (after_hopper(), 3), (unfused(), operators), (portable(), operators)];
+    for (options, launches) in steps {
         let (device, mut gpu) = gpu(&checkpoint, &options);
         check_decode_calls(&mut gpu, &device, &greedy(&case.prompt[..4], 5, None), launches)
             .unwrap_or_else(|what| panic!("{options:?}: {what}"));
@@ -174,7 +180,7 @@ fn a_prompt_takes_one_pass_of_many_rows() {
     let [short, long] = launches(&DeviceOptions::default());
     assert!(short < long, "chunks of 64 rows: {short} and {long} launches");
     // Without Hopper's kernels there are no such passes.
-    let neither = DeviceOptions { portable: true, ..prefill() };
+    let neither = DeviceOptions { level: Some(Level::Sm80), ..prefill() };
     assert_eq!(launches(&neither), launches(&portable()));
 }
 

@@ -150,22 +150,16 @@ fn the_main_module_has_what_answers_need_and_no_more() {
         "token_copy_4096_i32",
         "ngram_match_mixed_i32",
     ];
-    let of_hopper = [
-        "decode_1",
-        "decode_16_lossless",
-        "decode_tree",
-        "lay_out",
-        "pack_weights",
-        "batched_64",
-        "batched_128",
-        "prefill_attention",
-        "pack_pages",
-    ];
+    let from_90 = ["decode_1", "decode_16_lossless", "decode_tree", "decode_8_sequences_int4", "pack_weights"];
+    let of_hopper = ["decode_1_e4m3", "batched_64", "batched_128", "prefill_attention", "pack_pages"];
     assert!(IMAGES.iter().all(|image| image.module == MAIN) && benches::MODULES.iter().all(|i| i.module == "bench"));
-    for arch in ["sm_80", "sm_90a"] {
+    for arch in ["sm_80", "sm_90", "sm_90a"] {
         let (main, bench) = (kernels(arch, "main"), kernels(arch, "bench"));
-        for kernel in of_all.iter().chain(of_hopper.iter().filter(|_| arch == "sm_90a")) {
-            assert!(main.contains(kernel), "{kernel} is not in the main module for {arch}");
+        let wanted = [(&of_all[..], true), (&from_90, arch != "sm_80"), (&of_hopper, arch == "sm_90a")];
+        for (kernels, are_there) in wanted {
+            for kernel in kernels {
+                assert_eq!(main.contains(kernel), are_there, "{kernel} in the main module for {arch}");
+            }
         }
         let measuring = [
             "ceiling_",

@@ -9,9 +9,9 @@
 //!   the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is faster.
 //! - [`ceiling_launch`] does nothing: what a launch costs.
 
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::bulk::{self, Barrier};
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::shared;
 use cuda_std::{Global, GlobalMut, kernel, mma, thread, warp};
 use gpu_kernels::unroll;
@@ -127,14 +127,14 @@ unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
 }
 
 /// The barriers of a stage: that it is full, and that it is free.
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[inline(always)]
 unsafe fn barriers(stage: u32) -> [Barrier; 2] {
     [0, 8].map(|which| unsafe { Barrier::at(shared::dynamic(STAGES * STAGE_BYTES + stage * 16 + which)) })
 }
 
 /// Reads memory by bulk copies.
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[kernel(threads = 288, module = "bench")]
 pub unsafe fn ceiling_read_bulk(p: ReadAll) {
     unsafe {

@@ -7,7 +7,7 @@ use benches::token_copy::Variant;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
-use host::device::DeviceOptions;
+use host::device::{DeviceOptions, Level};
 
 use super::{at_least_one, trusted};
 
@@ -60,9 +60,9 @@ pub struct BenchRunArgs {
     /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true, global = true)]
     pub kernels: Option<PathBuf>,
-    /// On Hopper and the emulator, run the kernels of other cards
-    #[arg(long, hide_short_help = true, global = true)]
-    pub portable: bool,
+    /// Run the kernels of this level, sm_80, sm_90 or sm_90a [default: the card's]
+    #[arg(long, value_name = "LEVEL", hide_short_help = true, global = true)]
+    pub level: Option<Level>,
     /// On Hopper and the emulator, run a decode step as a launch for each operator
     #[arg(long, hide_short_help = true, global = true)]
     pub unfused: bool,
@@ -86,9 +86,9 @@ pub struct BenchRunArgs {
 impl BenchRunArgs {
     /// How the device is opened for them.
     pub fn options(&self) -> DeviceOptions {
-        let Self { kernels, portable, unfused, weights, .. } = self;
+        let Self { kernels, level, unfused, weights, .. } = self;
         DeviceOptions {
-            portable: *portable,
+            level: *level,
             unfused: *unfused,
             lossless: weights.lossless,
             kernels: kernels.as_ref().map(trusted),

@@ -45,13 +45,13 @@ pub mod shared;
 pub mod thread;
 pub mod warp;
 
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 pub mod bulk;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 pub mod cluster;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 pub mod dependent_launch;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 pub mod tensor;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod wgmma;

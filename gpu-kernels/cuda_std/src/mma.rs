@@ -73,7 +73,7 @@ pub fn transpose(word: u32) -> u32 {
 ///
 /// # Safety
 /// As for [`Shared::store16`], for every lane.
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[inline(always)]
 #[track_caller]
 pub unsafe fn stmatrix_x4<T>(row: Shared<T>, words: [u32; 4]) {

@@ -1,5 +1,6 @@
 //! What the consumers do with the chunks: GEMMs with their epilogues, and the grid barriers between them.
 
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod e4m3;
 mod one;
 mod outputs;
@@ -19,6 +20,7 @@ use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
 use crate::weights::{FragmentFormat, WeightFormat, WeightFragments};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::OfCodes;
 pub use one::{ONE_BYTES, factors};
 pub use outputs::pair_with_next;

@@ -27,14 +27,16 @@
 //! In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
 //! 0 and 1 (2 and 3) have bytes `2 h` and `2 h + 1` of the first (second) word.
 
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod batched;
+
 use core::marker::PhantomData;
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, tensor, thread, warp};
 
-use super::{BatchedFormat, FragmentFormat, Plain, StageSources, WeightFormat, WeightFragments, put_slice};
-use crate::batched::{BatchedStep, Phase};
+use super::{FragmentFormat, Plain, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
@@ -397,43 +399,6 @@ impl<C: Code> FragmentFormat for Quantized<C> {
 
     #[inline(always)]
     unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
-        1.0
-    }
-}
-
-impl<C: Code> BatchedFormat for Quantized<C> {
-    const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
-
-    #[inline(always)]
-    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
-        let region = |q| regions_at::<C>(wave.together(n_tile, q));
-        let within = u64::from(2 * C::REGION_BYTES);
-        StageSources {
-            // SAFETY: the caller's word.
-            first: unsafe { p.codes.at(region(0) as usize) },
-            k_partials: [scales_at::<C>(), C::REGION_BYTES],
-            apart: [within, region(1) - region(0) - within],
-            bytes: second_at::<C>(),
-        }
-    }
-
-    /// Codes and scales; of every second split-K partial scales and codes.
-    #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32) {
-        // SAFETY: the caller's word.
-        unsafe {
-            let warp_id = thread::opaque(thread::warp_id());
-            let is_odd = !k_partial.is_multiple_of(2);
-            let codes = if is_odd { TOGETHER * SCALE_BYTES } else { 0 } + warp_id * C::SLICE_BYTES;
-            let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
-            let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
-            let factors = scales.map(Scale::factors::<C>);
-            put_slice::<FIRST>(decode_slice::<C>(&codes, &factors, thread::unknown_zero()));
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn scale_of(_: Global<Phase>) -> f32 {
         1.0
     }
 }

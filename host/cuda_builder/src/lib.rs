@@ -150,6 +150,9 @@ fn add_image(images: &mut String, arch: &str, module: &Module) {
     );
 }
 
+/// The levels that crates may tell apart; each has the instructions of those before it.
+const LEVELS: [&str; 3] = ["sm_80", "sm_90", "sm_90a"];
+
 /// One compilation of a kernel crate, to PTX.
 pub struct CudaBuilder {
     krate: PathBuf,
@@ -165,7 +168,8 @@ impl CudaBuilder {
         Self { krate: krate.into(), arch: "sm_80".into(), copy_to: None, target_dir: None, assembler: None }
     }
 
-    /// The level to compile for, such as `sm_80` or `sm_90a`. The crate sees it as `cfg(cuda_arch = "…")`.
+    /// The level to compile for: `sm_80`, `sm_90` or `sm_90a`. The crate sees it, and those before it, whose
+    /// instructions it has too, as `cfg(cuda_arch = "…")`.
     pub fn arch(mut self, arch: impl Into<String>) -> Self {
         self.arch = arch.into();
         self
@@ -211,7 +215,6 @@ impl CudaBuilder {
                 command.env_remove(name);
             }
         }
-        let ptx_version = if self.arch.starts_with("sm_9") { "+ptx83" } else { "+ptx78" };
         command
             .current_dir(&krate)
             .env("RUSTC", toolchain.rustc())
@@ -219,13 +222,7 @@ impl CudaBuilder {
             .env("RUSTC_BOOTSTRAP", "1")
             // Fat LTO leaves one self-contained PTX text: nothing to link.
             .env("CARGO_TARGET_NVPTX64_NVIDIA_CUDA_LINKER", "/bin/true")
-            .env(
-                "RUSTFLAGS",
-                format!(
-                    "-C target-cpu={arch} -C target-feature={ptx_version} --cfg cuda_arch=\"{arch}\"",
-                    arch = self.arch
-                ),
-            )
+            .env("RUSTFLAGS", flags(&self.arch))
             .env("CARGO_PROFILE_RELEASE_LTO", "fat")
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")
             .env("CARGO_PROFILE_RELEASE_PANIC", "abort")
@@ -266,6 +263,18 @@ impl CudaBuilder {
             parts.into_iter().map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         })
     }
+}
+
+/// How the device's code is compiled for a level.
+fn flags(arch: &str) -> String {
+    let ptx_version = if arch.starts_with("sm_9") { "+ptx83" } else { "+ptx78" };
+    let mut flags = format!("-C target-cpu={arch} -C target-feature={ptx_version}");
+    // A level that is not in the list is a card's alone, with all before it.
+    let levels = LEVELS.into_iter().take_while(|level| *level != arch);
+    for level in levels.chain([arch]) {
+        let _ = write!(flags, " --cfg cuda_arch=\"{level}\"");
+    }
+    flags
 }
 
 /// Writes a module's files; `main` is the path of the main one's PTX.

@@ -3,14 +3,15 @@
 
 use gpu_kernels::decode;
 
-use super::DeviceOptions;
+use super::{DeviceOptions, Level};
+use crate::Error;
 use crate::tuning::Tuning;
 
 /// What a device can do with the kernels that are loaded for it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Capabilities {
-    /// The level of those kernels: `sm_80`, or `sm_90a`.
-    pub level: &'static str,
+    /// The level of those kernels.
+    pub level: Level,
     /// Bulk copies to shared memory, with the barriers that count their bytes.
     pub bulk_copies: bool,
     /// Clusters of CTAs that reach each other's shared memory.
@@ -41,20 +42,23 @@ pub(super) struct Hardware {
 }
 
 impl Capabilities {
-    /// The least compute capability of a card that is of use.
-    pub const LEAST: (i32, i32) = (8, 0);
-
-    /// Of a card; none if it is too old.
-    pub(super) fn of(hardware: &Hardware, options: &DeviceOptions) -> Option<Self> {
+    /// Of a card, which `name` is for messages.
+    ///
+    /// # Errors
+    /// It is too old, or does not run the level that is asked for.
+    pub(super) fn of(name: &str, hardware: &Hardware, options: &DeviceOptions) -> Result<Self, Error> {
         let Hardware { capability, shared_bytes, l2_bytes, sms, bytes_per_cycle } = *hardware;
-        let level = Self::level(capability, options)?;
+        let level = Self::level(capability, options).map_err(|why| {
+            let (major, minor) = capability;
+            Error::NoCuda { reason: format!("{name} has compute capability {major}.{minor}, {why}") }
+        })?;
         let bytes_per_cycle = Some(bytes_per_cycle);
-        Some(Self { shared_bytes, l2_bytes, sms, bytes_per_cycle, ..Self::of_level(level) })
+        Ok(Self { shared_bytes, l2_bytes, sms, bytes_per_cycle, ..Self::of_level(level) })
     }
 
     /// Of the emulator, which takes after a small H100.
     pub(super) fn emulated(options: &DeviceOptions) -> Self {
-        let level = if options.portable { "sm_80" } else { "sm_90a" };
+        let level = options.level.unwrap_or(Level::Sm90a);
         Self {
             shared_bytes: cuda_std::emulator::MAX_SHARED_BYTES,
             l2_bytes: 50 << 20,
@@ -65,24 +69,23 @@ impl Capabilities {
         }
     }
 
-    /// The level of kernels for a card of this compute capability. Those of `sm_90a` run on nothing else.
-    fn level(capability: (i32, i32), options: &DeviceOptions) -> Option<&'static str> {
-        match capability {
-            (9, 0) if !options.portable => Some("sm_90a"),
-            _ if capability >= Self::LEAST => Some("sm_80"),
-            _ => None,
-        }
+    /// The level of kernels for a card of this compute capability, or why there is none.
+    fn level(capability: (i32, i32), options: &DeviceOptions) -> Result<Level, String> {
+        let runs = |level: &Level| level.runs_on(capability);
+        let best = Level::ALL.into_iter().rfind(runs).ok_or("and 8.0 is the least that will do")?;
+        let level = options.level.unwrap_or(best);
+        if runs(&level) { Ok(level) } else { Err(format!("and runs no kernels of {level}: its own are of {best}")) }
     }
 
     /// What the kernels of a level use; the rest is the card's.
-    fn of_level(level: &'static str) -> Self {
-        let has = level == "sm_90a";
+    fn of_level(level: Level) -> Self {
+        let from_90 = level >= Level::Sm90;
         Self {
             level,
-            bulk_copies: has,
-            clusters: has,
-            wgmma: has,
-            early_launches: has,
+            bulk_copies: from_90,
+            clusters: from_90,
+            wgmma: level == Level::Sm90a,
+            early_launches: from_90,
             shared_bytes: 0,
             l2_bytes: 0,
             sms: 0,
@@ -116,28 +119,34 @@ mod tests {
 
     #[test]
     fn paths_follow_from_what_a_card_has() {
-        let of = |capability, kib, portable| {
-            let options = DeviceOptions { portable, ..DeviceOptions::default() };
-            let found = Capabilities::of(&card(capability, kib), &options)?;
-            Some((found.level, found.has_gemms(), found.has_decode_kernel()))
+        let of = |capability, kib, level| {
+            let options = DeviceOptions { level, ..DeviceOptions::default() };
+            let found = Capabilities::of("a card", &card(capability, kib), &options).map_err(|e| e.to_string())?;
+            Ok::<_, String>((found.level, found.has_gemms(), found.has_decode_kernel()))
         };
-        let (hopper, other) = (Some(("sm_90a", true, true)), Some(("sm_80", false, false)));
-        assert_eq!(of((9, 0), 227, false), hopper);
-        assert_eq!(of((9, 0), 227, true), other);
-        assert_eq!(of((8, 0), 163, false), other);
+        let hopper = Ok((Level::Sm90a, true, true));
+        let after = Ok((Level::Sm90, false, true));
+        let before = Ok((Level::Sm80, false, false));
+        assert_eq!(of((9, 0), 227, None), hopper);
+        assert_eq!(of((9, 0), 227, Some(Level::Sm90)), after);
+        assert_eq!(of((9, 0), 227, Some(Level::Sm80)), before);
+        assert_eq!(of((8, 0), 163, None), before);
         // Kernels for one level of 9.0 do not run on the next.
-        assert_eq!(of((10, 0), 227, false), other);
-        assert_eq!(of((12, 0), 99, false), other);
-        assert_eq!(of((7, 5), 64, false), None);
-        // The ring of the decode kernel would not fit.
-        assert_eq!(of((9, 0), 99, false), Some(("sm_90a", true, false)));
+        assert_eq!(of((10, 0), 227, None), after);
+        assert!(of((10, 0), 227, Some(Level::Sm90a)).unwrap_err().contains("no kernels of sm_90a"));
+        assert!(of((8, 9), 99, Some(Level::Sm90)).unwrap_err().contains("8.9"));
+        assert!(of((7, 5), 64, None).unwrap_err().contains("8.0 is the least"));
+        // The ring of the decode kernel does not fit.
+        assert_eq!(of((12, 0), 99, None), Ok((Level::Sm90, false, false)));
     }
 
     #[test]
     fn the_emulator_has_what_it_emulates() {
         let all = Capabilities::emulated(&DeviceOptions::default());
         assert!(all.has_gemms() && all.has_decode_kernel() && all.early_launches);
-        let portable = Capabilities::emulated(&DeviceOptions { portable: true, ..DeviceOptions::default() });
-        assert!(!portable.has_gemms() && !portable.has_decode_kernel() && !portable.early_launches);
+        let of = |level| Capabilities::emulated(&DeviceOptions { level: Some(level), ..DeviceOptions::default() });
+        let (first, second) = (of(Level::Sm80), of(Level::Sm90));
+        assert!(!first.has_gemms() && !first.has_decode_kernel() && !first.early_launches);
+        assert!(!second.has_gemms() && second.has_decode_kernel() && second.early_launches);
     }
 }

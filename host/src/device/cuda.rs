@@ -140,15 +140,20 @@ pub fn cards() -> Result<Vec<CardInfo>, Error> {
         .map(|ordinal| {
             let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
             let capability = capability(device)?;
+            let (name, hardware) = (name(device)?, hardware(device, capability)?);
             Ok(CardInfo {
                 ordinal,
-                name: device.name().map_err(Error::driver("naming a device"))?,
                 memory: device.total_memory().map_err(Error::driver("sizing a device"))? as u64,
                 capability,
-                capabilities: Capabilities::of(&hardware(device, capability)?, &DeviceOptions::default()),
+                capabilities: Capabilities::of(&name, &hardware, &DeviceOptions::default()).ok(),
+                name,
             })
         })
         .collect()
+}
+
+fn name(device: CudaDevice) -> Result<String, Error> {
+    device.name().map_err(Error::driver("naming a device"))
 }
 
 fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
@@ -201,14 +206,9 @@ impl Cuda {
             return Err(Error::NoCuda { reason: format!("there is no card {ordinal}; the driver shows {count}") });
         }
         let device = CudaDevice::get_device(ordinal).map_err(Error::driver("opening a device"))?;
-        let name = device.name().map_err(Error::driver("naming a device"))?;
-        let (major, minor) = capability(device)?;
-        let hardware = hardware(device, (major, minor))?;
-        let Some(capabilities) = Capabilities::of(&hardware, options) else {
-            return Err(Error::NoCuda {
-                reason: format!("{name} has compute capability {major}.{minor}, and 8.0 is the least that will do"),
-            });
-        };
+        let name = name(device)?;
+        let hardware = hardware(device, capability(device)?)?;
+        let capabilities = Capabilities::of(&name, &hardware, options)?;
         let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
         let kernels = Mutex::new(Kernels::load(capabilities.level, options)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::Level;
 use crate::Error;
 
 /// A module of kernels as it was built: its text, which every driver can compile, and machine code, if some was made.
 #[derive(Debug)]
 pub struct Image {
-    /// The level that it is for: `sm_80`, every card of that level and above, or `sm_90a`, Hopper alone.
+    /// The [`Level`] that it is for, by its name.
     pub arch: &'static str,
     /// The module, as [`cuda_std::Kernel::MODULE`] names it: [`MAIN`], or another crate's.
     pub module: &'static str,
@@ -94,9 +95,17 @@ pub(super) fn check_kernel(kernel: &str, digest: u64, layouts: &Layouts, origin:
 pub(super) struct Images(Vec<&'static Image>);
 
 impl Images {
-    /// Those for `arch`.
-    pub(super) fn new(arch: &str, others: &'static [Image]) -> Self {
-        Self(IMAGES.iter().chain(others).filter(|image| image.arch == arch).collect())
+    /// Of each module the form for `level`, or for the last level before it that it has one for.
+    pub(super) fn new(level: Level, others: &'static [Image]) -> Self {
+        let mut found: Vec<&'static Image> = Vec::new();
+        for level in Level::ALL.into_iter().rev().filter(|other| *other <= level) {
+            for image in IMAGES.iter().chain(others).filter(|image| image.arch == level.name()) {
+                if found.iter().all(|other| other.module != image.module) {
+                    found.push(image);
+                }
+            }
+        }
+        Self(found)
     }
 
     /// The module of that name.
@@ -134,7 +143,7 @@ mod tests {
     use super::*;
 
     fn main() -> &'static Image {
-        Images::new("sm_90a", &[]).find(MAIN).expect("there is one")
+        Images::new(Level::Sm90a, &[]).find(MAIN).expect("there is one")
     }
 
     fn layouts(image: &Image) -> Layouts {
@@ -209,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_file_with_another_parameter_block_is_refused_by_name() {
-        let (images, mut others) = (Images::new("sm_90a", &[]), layouts(main()));
+        let (images, mut others) = (Images::new(Level::Sm90a, &[]), layouts(main()));
         assert_eq!(images.stand_for(&others, "a.cubin").unwrap(), [MAIN]);
         *others.get_mut("sample").unwrap() += 1;
         let error = images.stand_for(&others, "a.cubin").unwrap_err().to_string();
@@ -230,14 +239,15 @@ mod tests {
             report: None,
             layouts: &[("measure", 5)],
         }];
-        let images = Images::new("sm_80", &OTHERS);
+        let images = Images::new(Level::Sm80, &OTHERS);
         assert_eq!(images.find("other").map(|image| image.layouts), Some(OTHERS[0].layouts));
         let mut all: Layouts = images.0.iter().copied().flat_map(layouts).collect();
         assert_eq!(images.stand_for(&all, "all.ptx").unwrap(), [MAIN, "other"]);
         all.remove("sample");
         assert_eq!(images.stand_for(&all, "all.ptx").unwrap(), ["other"]);
-        // A level has none of another's.
-        assert!(Images::new("sm_90a", &OTHERS).find("other").is_none());
+        // A level has what was built for one before it.
+        assert!(Images::new(Level::Sm90, &OTHERS).find("other").is_some());
+        assert_eq!(Images::new(Level::Sm90, &[]).find(MAIN).map(|image| image.arch), Some("sm_90"));
     }
 
     #[test]

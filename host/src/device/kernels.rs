@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use cust::sys;
 
+use super::Level;
 use super::cuda::check;
 use super::images::{self, Form, Images, Layouts, MAIN, Origin};
 use super::{DeviceOptions, Entry};
@@ -34,8 +35,8 @@ unsafe impl Send for Function {}
 
 impl Kernels {
     /// Loads the main module for a level, and what a file of kernels stands for, if one is named.
-    pub(super) fn load(arch: &'static str, options: &DeviceOptions) -> Result<Self, Error> {
-        let (images, mut modules) = (Images::new(arch, options.modules), HashMap::new());
+    pub(super) fn load(level: Level, options: &DeviceOptions) -> Result<Self, Error> {
+        let (images, mut modules) = (Images::new(level, options.modules), HashMap::new());
         if let Some(file) = &options.kernels {
             let bytes = read(file.path())?;
             let path = file.path().display().to_string();

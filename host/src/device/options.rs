@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use super::Image;
+use super::{Image, Level};
 
 /// How a device is opened: what of it is used, and with which kernels.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceOptions {
-    /// Runs the kernels of every card, on Hopper and under the emulator too: to test them there.
-    pub portable: bool,
+    /// The level of the kernels. None is the last that the card runs, and under the emulator the last: others are for
+    /// tests of what other cards do.
+    pub level: Option<Level>,
     /// Runs a decode step as a launch for each operator, where one launch could run all of it: to compare with.
     pub unfused: bool,
     /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the
@@ -49,10 +50,10 @@ impl KernelFile {
 
 impl PartialEq for DeviceOptions {
     fn eq(&self, other: &Self) -> bool {
-        let Self { portable, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
+        let Self { level, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
         // Their texts are megabytes.
         let same_modules = std::ptr::eq(self.modules, *modules);
-        (self.portable, self.unfused, self.prefill, self.lossless) == (*portable, *unfused, *prefill, *lossless)
+        (self.level, self.unfused, self.prefill, self.lossless) == (*level, *unfused, *prefill, *lossless)
             && (self.plain_beside, &self.kernels) == (*plain_beside, kernels)
             && same_modules
     }

@@ -31,7 +31,7 @@ unsafe extern "unadjusted" {
     fn vote_any(mask: u32, predicate: bool) -> bool;
     #[link_name = "llvm.nvvm.vote.all.sync"]
     fn vote_all(mask: u32, predicate: bool) -> bool;
-    #[cfg(cuda_arch = "sm_90a")]
+    #[cfg(cuda_arch = "sm_90")]
     #[link_name = "llvm.nvvm.elect.sync"]
     fn elect_sync(mask: u32) -> (u32, bool);
     #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
@@ -93,14 +93,14 @@ pub fn all(predicate: bool) -> bool {
     unsafe { vote_all(FULL, predicate) }
 }
 
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(cuda_arch = "sm_90")]
 #[inline(always)]
 pub fn elect() -> bool {
     // SAFETY: chooses a lane.
     unsafe { elect_sync(FULL).1 }
 }
 
-#[cfg(not(cuda_arch = "sm_90a"))]
+#[cfg(not(cuda_arch = "sm_90"))]
 #[inline(always)]
 pub fn elect() -> bool {
     crate::thread::lane_id() == 0
@@ -147,7 +147,7 @@ pub fn movmatrix(word: u32) -> u32 {
     transposed
 }
 
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(cuda_arch = "sm_90")]
 #[inline(always)]
 pub unsafe fn stmatrix_x4(row: u32, [a, b, c, d]: [u32; 4]) {
     // SAFETY: the caller's.

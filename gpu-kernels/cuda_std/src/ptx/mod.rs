@@ -10,20 +10,20 @@ use core::arch::nvptx;
 use crate::atomic::Scope;
 
 pub mod atomic;
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(cuda_arch = "sm_90")]
 mod bulk;
 mod collective;
 mod memory;
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(cuda_arch = "sm_90")]
 mod tensor;
 #[cfg(cuda_arch = "sm_90a")]
 mod wgmma;
 
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(cuda_arch = "sm_90")]
 pub use bulk::*;
 pub use collective::*;
 pub use memory::*;
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(cuda_arch = "sm_90")]
 pub use tensor::*;
 #[cfg(cuda_arch = "sm_90a")]
 pub use wgmma::*;

@@ -1,0 +1,24 @@
+//! Weights in e4m3, multiplied by activations in e4m3.
+
+use super::{Plain, WeightFormat};
+use crate::decode::{DecodeStep, OfCodes};
+use crate::ring::Ring;
+use crate::stream::Wave;
+
+/// e4m3, as [`EncodeE4m3`](crate::e4m3::EncodeE4m3) leaves it.
+#[derive(Clone, Copy)]
+pub(crate) struct E4m3;
+
+impl WeightFormat for E4m3 {
+    type Products = OfCodes;
+    type Head = Plain;
+    const OTHER_HEAD: bool = true;
+    const MAPS: usize = 0;
+    const INPUTS: u32 = 2;
+
+    #[inline(always)]
+    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
+        unsafe { Plain::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }
+    }
+}

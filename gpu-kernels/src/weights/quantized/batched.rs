@@ -1,0 +1,47 @@
+//! As the batched decode kernels read them.
+
+use cuda_std::shared::Shared;
+use cuda_std::{Global, thread};
+
+use super::{Code, Quantized, SCALE_BYTES, Scale, decode_slice, load_slice, regions_at, scales_at, second_at};
+use crate::batched::{BatchedStep, Phase};
+use crate::stream::{SLICES_APART, TOGETHER, Wave};
+use crate::weights::batched::put_slice;
+use crate::weights::{BatchedFormat, StageSources};
+
+impl<C: Code> BatchedFormat for Quantized<C> {
+    const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
+
+    #[inline(always)]
+    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
+        let region = |q| regions_at::<C>(wave.together(n_tile, q));
+        let within = u64::from(2 * C::REGION_BYTES);
+        StageSources {
+            // SAFETY: the caller's word.
+            first: unsafe { p.codes.at(region(0) as usize) },
+            k_partials: [scales_at::<C>(), C::REGION_BYTES],
+            apart: [within, region(1) - region(0) - within],
+            bytes: second_at::<C>(),
+        }
+    }
+
+    /// Codes and scales; of every second split-K partial scales and codes.
+    #[inline(always)]
+    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let warp_id = thread::opaque(thread::warp_id());
+            let is_odd = !k_partial.is_multiple_of(2);
+            let codes = if is_odd { TOGETHER * SCALE_BYTES } else { 0 } + warp_id * C::SLICE_BYTES;
+            let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
+            let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
+            let factors = scales.map(Scale::factors::<C>);
+            put_slice::<FIRST>(decode_slice::<C>(&codes, &factors, thread::unknown_zero()));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scale_of(_: Global<Phase>) -> f32 {
+        1.0
+    }
+}
