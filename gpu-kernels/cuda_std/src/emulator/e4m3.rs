@@ -3,15 +3,26 @@
 /// The greatest.
 const LARGEST: f32 = 448.0;
 
+/// What each code means.
+static VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        let (exponent, mantissa) = (code as u32 >> 3 & 15, code as u32 & 7);
+        let magnitude = match (exponent, mantissa) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa as f32 / 512.0,
+            _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+        };
+        values[code] = if code < 128 { magnitude } else { -magnitude };
+        code += 1;
+    }
+    values
+};
+
 /// What a code means.
 pub fn value(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    let magnitude = match (exponent, code & 7) {
-        (15, 7) => f32::NAN,
-        (0, _) => mantissa * 2f32.powi(-9),
-        _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
-    };
-    if code < 128 { magnitude } else { -magnitude }
+    VALUES[usize::from(code)]
 }
 
 /// The code of the nearest number, of two the even one; beyond the greatest its code.
@@ -20,13 +31,12 @@ pub fn nearest(x: f32) -> u8 {
         return 0x7f;
     }
     let magnitude = x.abs().min(LARGEST);
-    // A step of the numbers around it.
-    let exponent = (magnitude.to_bits() >> 23) as i32 - 127;
-    let step = 2f32.powi(exponent.max(-6) - 3);
-    let rounded = (magnitude / step).round_ties_even() * step;
-    // Codes are in the order of their numbers.
-    let code = (0..0x7f).find(|&code| value(code) == rounded).expect("a whole number of steps");
-    code | if x.is_sign_negative() { 0x80 } else { 0 }
+    // Numbers lie in steps of 2^(exponent - 3); those below 2^-6 as those above. Codes are in the order of their
+    // numbers, eight of each exponent.
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
+    let steps = (magnitude * f32::from_bits(((130 - exponent) as u32) << 23)).round_ties_even() as i32;
+    let code = (exponent + 6) * 8 + steps;
+    code as u8 | if x.is_sign_negative() { 0x80 } else { 0 }
 }
 
 #[cfg(test)]

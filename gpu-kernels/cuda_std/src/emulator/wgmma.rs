@@ -223,15 +223,17 @@ impl World {
                 OperandB::Columns(b) => self.columns(b, n, from),
             }
             .map(|row| element.values(row));
-            for (column, b) in pair.iter().enumerate() {
-                for (half, a) in rows.iter().enumerate() {
-                    let c = self.lane().products.accumulator(first + eight as usize * 4 + column + half * 2);
-                    let mut sum = if keep { *c } else { 0.0 };
-                    for (a, b) in a.iter().zip(b).take(element.count()) {
-                        sum += a * b;
-                    }
-                    *c = sum;
+            // The four sums side by side: each waits for what it was.
+            let places = [0, 1, 2, 3].map(|i| first + eight as usize * 4 + i);
+            let products = &mut self.lane().products;
+            let mut sums = places.map(|i| if keep { *products.accumulator(i) } else { 0.0 });
+            for k in 0..element.count() {
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    *sum += rows[i / 2][k] * pair[i % 2][k];
                 }
+            }
+            for (i, sum) in places.into_iter().zip(sums) {
+                *products.accumulator(i) = sum;
             }
         }
         self.lane().clock.base = base;
