@@ -100,6 +100,18 @@ impl Ring {
         unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
+    /// A consumer waits until the stage is full, as it likely is. The first look is outside of a loop: at the head of one
+    /// that waits the assembler has the warp yield, which takes longer than a barrier's answer.
+    #[inline(always)]
+    pub unsafe fn wait_likely_full(&self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if !self.full().try_wait(self.parity) {
+                self.wait_full();
+            }
+        }
+    }
+
     /// A consumer waits until the stage and the next one are full. Both are asked at once, as an answer takes its time.
     #[inline(always)]
     pub unsafe fn wait_full_pair(&self) {

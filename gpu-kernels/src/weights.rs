@@ -74,14 +74,15 @@ pub(crate) trait FragmentFormat: WeightFormat {
     /// every other N-tile, and not half of the rows of every N-tile.
     const COSTLY: bool;
 
-    /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called twice,
-    /// with 0 and 1, where shared memory is waited for.
+    /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called with the
+    /// numbers from 0 to 7 in turn, each before the fragment with that number is there: what is done with the last
+    /// one's fragments is done while these are made.
     unsafe fn load(
         p: &DecodeStep,
         chunk: (&Ring, u32),
         k_partial: u32,
         lane: u32,
-        beside: impl FnMut(u32),
+        beside: impl FnMut(usize),
     ) -> WeightFragments;
 
     /// What the sums of the matrix with this index have to be multiplied with.
@@ -113,7 +114,7 @@ impl FragmentFormat for Plain {
         (stage, _): (&Ring, u32),
         k_partial: u32,
         lane: u32,
-        mut beside: impl FnMut(u32),
+        mut beside: impl FnMut(usize),
     ) -> WeightFragments {
         let mut weights = [[0; 4]; 8];
         // SAFETY: the caller's word.
@@ -124,8 +125,9 @@ impl FragmentFormat for Plain {
                 weights[I] = mma::ldmatrix_x4(from.at((slice * SLICE_BYTES + step * STEP_BYTES) as usize));
             });
         }
-        beside(0);
-        beside(1);
+        unroll!(I < 8; {
+            beside(I);
+        });
         weights
     }
 

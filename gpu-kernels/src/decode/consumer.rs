@@ -6,6 +6,7 @@ mod one;
 mod outputs;
 
 use core::marker::PhantomData;
+use core::ops::Range;
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, bulk, mma, shared, thread, warp};
@@ -73,6 +74,9 @@ struct Duty<F, const TILES: usize> {
     warp_id: u32,
     format: PhantomData<F>,
 }
+
+/// N-tiles of a warp, of a number that is found out as it goes.
+const ANY: usize = 0;
 
 /// A lane's fragments of activations for a split-K partial's instructions of a chunk, `[slice][half of a slice]`: two
 /// instructions' each.
@@ -145,12 +149,12 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         unsafe { self.load_beside(p, (stage, 0), |_| {}) }
     }
 
-    /// The same of the stage's chunk with this number; `beside` is called with 0 and 1 while shared memory answers.
+    /// The same of the stage's chunk with this number; `beside` is called as [`FragmentFormat::load`] says.
     #[inline(always)]
-    unsafe fn load_beside(&self, p: &DecodeStep, chunk: (&Ring, u32), beside: impl FnMut(u32)) -> WeightFragments {
+    unsafe fn load_beside(&self, p: &DecodeStep, chunk: (&Ring, u32), beside: impl FnMut(usize)) -> WeightFragments {
         // SAFETY: the caller's word.
         unsafe {
-            chunk.0.wait_full();
+            chunk.0.wait_likely_full();
             F::load(p, chunk, self.k_split(), self.lane, beside)
         }
     }
@@ -161,8 +165,8 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         F::CHUNKS == 1 || turn % F::CHUNKS + 1 == F::CHUNKS || turn + 1 == depth
     }
 
-    /// If fragments are costly, those of the first N-tile of a part: [`turn`](Self::turn) has the next ones ready when
-    /// it multiplies.
+    /// If fragments are costly, those of the first N-tile of a part: [`costly`](Self::costly) has the next ones ready
+    /// when it multiplies.
     #[inline(always)]
     unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> WeightFragments {
         if !F::COSTLY || self.n_tiles(part.mine) == 0 {
@@ -177,17 +181,17 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         }
     }
 
-    /// Adds the GEMMs of half of an N-tile's fragments, those from instruction `FROM` on, to the first accumulators.
+    /// Adds the GEMMs of instruction `i` of an N-tile's fragments to the accumulators of its `s`-th N-tile.
     #[inline(always)]
-    fn multiply<const FROM: usize>(
+    fn multiply(
         acc: &mut [[f32; 4]; N_TILES as usize],
         weights: &WeightFragments,
         columns: &[Columns; TILES],
+        (s, i): (usize, usize),
     ) {
-        unroll!(I < 4; {
-            unroll!(T < (Self::OWN_TILES) of 2; {
-                acc[T] = mma::m16n8k16_bf16(acc[T], weights[FROM + I], columns_of(&columns[T], FROM + I));
-            });
+        unroll!(T < (Self::OWN_TILES) of 2; {
+            let sum = &mut acc[s * Self::OWN_TILES + T];
+            *sum = mma::m16n8k16_bf16(*sum, weights[i], columns_of(&columns[T], i));
         });
     }
 
@@ -203,58 +207,140 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         });
     }
 
-    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
-    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. If fragments are costly, `weights` are the
-    /// first N-tile's, and then those of the next turn, unless this is the last.
+    /// Multiplies the weights of its `S`-th N-tile of a turn, and has those of the next N-tile `of` its turn ready,
+    /// whose stage lies `ahead`.
     #[inline(always)]
-    unsafe fn turn(
+    unsafe fn costly_step<const S: usize>(
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
-        (ring, part, turn): (&mut Ring, &Part, u32),
+        (stage, of, depth): (Ring, u32, u32),
+        columns: &[Columns; TILES],
+        weights: &mut WeightFragments,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let next = self.load_beside(p, (&stage, of % F::CHUNKS), |i| {
+                Self::multiply(acc, weights, columns, (S, i));
+            });
+            release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(of, depth));
+            *weights = next;
+        }
+    }
+
+    /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `weights` are the first
+    /// N-tile's of the first turn, and then those of the turn behind the last, unless that was the part's last.
+    #[inline(always)]
+    unsafe fn costly(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turns): (&mut Ring, &Part, Range<u32>),
+        columns: impl FnMut(u32) -> [Columns; TILES],
+        weights: &mut WeightFragments,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            // The numbers that most shapes have. What depends on one is decided here, and not in each turn.
+            match self.n_tiles(thread::opaque(part.mine)) {
+                1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, weights),
+                2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, weights),
+                4 => self.costly_of::<4>(p, acc, (ring, part, turns), columns, weights),
+                _ => self.costly_of::<ANY>(p, acc, (ring, part, turns), columns, weights),
+            }
+        }
+    }
+
+    /// The same of `OWN` N-tiles, or of any number.
+    #[inline(always)]
+    unsafe fn costly_of<const OWN: usize>(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turns): (&mut Ring, &Part, Range<u32>),
+        mut columns: impl FnMut(u32) -> [Columns; TILES],
+        weights: &mut WeightFragments,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let depth = part.depth;
+            let mut turn = turns.start;
+            while turn < turns.end {
+                let columns = columns(turn);
+                let next_stage = if Self::ends_stage(turn, depth) { part.mine } else { 0 };
+                if OWN == ANY {
+                    self.costly_turn(p, acc, (ring, part, turn), &columns, weights);
+                }
+                unroll!(S < OWN of 4; {
+                    if S + 1 < OWN {
+                        let stage = ring.ahead(self.n_tile(S as u32 + 1));
+                        self.costly_step::<S>(p, acc, (stage, turn, depth), &columns, weights);
+                    } else if turn + 1 < depth {
+                        let stage = ring.ahead(next_stage + self.n_tile(0));
+                        self.costly_step::<S>(p, acc, (stage, turn + 1, depth), &columns, weights);
+                    } else {
+                        unroll!(I < 8; {
+                            Self::multiply(acc, weights, &columns, (S, I));
+                        });
+                    }
+                });
+                *ring = ring.ahead(next_stage);
+                turn += 1;
+            }
+        }
+    }
+
+    /// A turn of any number of such N-tiles, in one loop.
+    #[inline(always)]
+    unsafe fn costly_turn(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turn): (&Ring, &Part, u32),
         columns: &[Columns; TILES],
         weights: &mut WeightFragments,
     ) {
         // SAFETY: the caller's word.
         unsafe {
             let (mine, depth) = (part.mine, part.depth);
+            let own = self.n_tiles(thread::opaque(mine));
+            let last = turn + 1 == depth;
+            let unpacked = if last { own.saturating_sub(1) } else { own };
+            let next_stage = if Self::ends_stage(turn, depth) { mine } else { 0 };
+            let mut s = 0;
+            while s < unpacked {
+                thread::keep_rolled();
+                s += 1;
+                // Another N-tile's, or the first one's of the next turn.
+                let (ahead, of) =
+                    if s < own { (self.n_tile(s), turn) } else { (next_stage + self.n_tile(0), turn + 1) };
+                self.costly_step::<0>(p, acc, (ring.ahead(ahead), of, depth), columns, weights);
+                Self::rotate(acc, own);
+            }
+            if last && own > 0 {
+                unroll!(I < 8; {
+                    Self::multiply(acc, weights, columns, (0, I));
+                });
+                Self::rotate(acc, own);
+            }
+        }
+    }
+
+    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
+    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly.
+    #[inline(always)]
+    unsafe fn turn(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part): (&mut Ring, &Part),
+        columns: &[Columns; TILES],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let mine = part.mine;
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.n_tiles(thread::opaque(mine));
-            if F::COSTLY {
-                // One loop for all N-tiles: a copy for each would not stay in the cache next to the scheduler.
-                let last = turn + 1 == depth;
-                let unpacked = if last { own.saturating_sub(1) } else { own };
-                let next_stage = if Self::ends_stage(turn, depth) { mine } else { 0 };
-                let mut s = 0;
-                while s < unpacked {
-                    thread::keep_rolled();
-                    // Two copies, so that fragments change registers without being moved.
-                    unroll!(I < 2; {
-                        if I == 1 && s == unpacked {
-                            break;
-                        }
-                        s += 1;
-                        // Another N-tile's, or the first one's of the next turn.
-                        let (ahead, of) =
-                            if s < own { (self.n_tile(s), turn) } else { (next_stage + self.n_tile(0), turn + 1) };
-                        let stage = ring.ahead(ahead);
-                        let next = self.load_beside(p, (&stage, of % F::CHUNKS), |half| match half {
-                            0 => Self::multiply::<0>(acc, weights, columns),
-                            _ => Self::multiply::<4>(acc, weights, columns),
-                        });
-                        release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(of, depth));
-                        *weights = next;
-                        Self::rotate(acc, own);
-                    });
-                }
-                if last && own > 0 {
-                    Self::multiply::<0>(acc, weights, columns);
-                    Self::multiply::<4>(acc, weights, columns);
-                    Self::rotate(acc, own);
-                }
-                *ring = ring.ahead(next_stage);
-                return;
-            }
             // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
             unroll!(P < (2 * TILES) of 4; {
                 let s = 2 * P;
@@ -570,8 +656,22 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                     });
                     squares = norm.lane_squares(rows);
                 }
-                let mut weights = duty.begin(self.p, &ring, &part);
                 let mut turn = 0;
+                if F::COSTLY {
+                    let mut weights = duty.begin(self.p, &ring, &part);
+                    let columns = |turn: u32| {
+                        let next = fetch(turn + 1);
+                        if normed && turn == 1 {
+                            self.put_factors(norm, squares, lane, warp_id);
+                        }
+                        core::mem::replace(&mut b, next)[0]
+                    };
+                    turn = part.depth;
+                    duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut weights);
+                    if normed && turn == 1 {
+                        self.put_factors(norm, squares, lane, warp_id);
+                    }
+                }
                 while turn < part.depth {
                     // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in
                     // groups.
@@ -579,7 +679,7 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                     unroll!(A < GROUP of 4; {
                         let turn = turn + A as u32;
                         if turn < part.depth {
-                            duty.turn(self.p, &mut acc, (&mut ring, &part, turn), &b[A], &mut weights);
+                            duty.turn(self.p, &mut acc, (&mut ring, &part), &b[A]);
                         }
                     });
                     if normed && turn == 0 {

@@ -146,9 +146,9 @@ struct Place<const N: usize> {
 
 impl<const N: usize> Place<N> {
     /// The fragments. Upper bytes pass through the place of the lower ones, so nobody else may read them. `beside` is
-    /// called twice, with 0 and 1, where shared memory is waited for.
+    /// called with the numbers from 0 to 7 in turn, as in [`FragmentFormat::load`].
     #[inline(always)]
-    unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(u32)) -> [[[u32; 4]; 4]; N] {
+    unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(usize)) -> [[[u32; 4]; 4]; N] {
         // SAFETY: the caller's word.
         unsafe {
             let header = self.list.cast::<[u32; 2]>().load(0);
@@ -162,8 +162,8 @@ impl<const N: usize> Place<N> {
                 let from = self.slices[S].at(LOW_BYTES as usize).cast::<u32>().at(lane as usize);
                 words[S] = [from.load(0), from.load(32), from.load(64)];
             });
-            beside(0);
             unroll!(S < N of 2; {
+                beside(S);
                 let base = if self.which + S as u32 == 0 { header[0] >> 20 } else { header[1] >> MORE_BITS };
                 let base = (base & 0x7f) * 0x0101_0101 + 0x0302_0100;
                 let table = [base, base | SIGNS];
@@ -177,6 +177,7 @@ impl<const N: usize> Place<N> {
                 bytes(S, 0).store16(0, high[0]);
                 bytes(S, 1).store16(0, high[1]);
             });
+            beside(2);
             warp::sync_warp();
             self.patch(p, header, u32::from(escape), lane);
             warp::sync_warp();
@@ -184,8 +185,16 @@ impl<const N: usize> Place<N> {
             unroll!(S < N of 2; {
                 high[S] = [bytes(S, 0).load16(0), bytes(S, 1).load16(0)];
             });
-            beside(1);
-            merge(low, high)
+            beside(3);
+            let mut weights = [[[0; 4]; 4]; N];
+            unroll!(F < 4; {
+                beside(4 + F);
+                weights[0][F] = merge(low[0], high[0], F);
+            });
+            unroll!(F < 4; {
+                weights[N - 1][F] = merge(low[N - 1], high[N - 1], F);
+            });
+            weights
         }
     }
 
@@ -226,20 +235,17 @@ impl<const N: usize> Place<N> {
     }
 }
 
-/// The fragments of slices, from their lower and upper bytes.
+/// A fragment of a slice, from its lower and upper bytes.
 #[inline(always)]
-fn merge<const N: usize>(low: [[[u32; 4]; 2]; N], high: [[[u32; 4]; 2]; N]) -> [[[u32; 4]; 4]; N] {
-    let mut weights = [[[0; 4]; 4]; N];
-    unroll!(S < N of 2; {
-        unroll!(F < 4; {
-            unroll!(H < 2; {
-                let (low, high) = (low[S][F / 2][F % 2 * 2 + H], high[S][F / 2][F % 2 * 2 + H]);
-                weights[S][F][2 * H] = math::permute(low, high, 0x5140);
-                weights[S][F][2 * H + 1] = math::permute(low, high, 0x7362);
-            });
-        });
+fn merge(low: [[u32; 4]; 2], high: [[u32; 4]; 2], fragment: usize) -> [u32; 4] {
+    let mut words = [0; 4];
+    unroll!(H < 2; {
+        let place = fragment % 2 * 2 + H;
+        let (low, high) = (low[fragment / 2][place], high[fragment / 2][place]);
+        words[2 * H] = math::permute(low, high, 0x5140);
+        words[2 * H + 1] = math::permute(low, high, 0x7362);
     });
-    weights
+    words
 }
 
 impl Lossless {
@@ -287,7 +293,7 @@ impl FragmentFormat for Lossless {
         (stage, _): (&Ring, u32),
         k_partial: u32,
         lane: u32,
-        beside: impl FnMut(u32),
+        beside: impl FnMut(usize),
     ) -> WeightFragments {
         // SAFETY: the caller's word.
         unsafe {

@@ -269,10 +269,10 @@ const fn regions_at<C: Code>(together: u32) -> u64 {
     together as u64 * (GROUPS * C::REGION_BYTES) as u64
 }
 
-/// The words of a slice's fragment among a lane's `codes` of it.
+/// The words of a slice's fragment `f` among a lane's `codes` of it.
 #[inline(always)]
-fn words<C: Code, const F: usize>(codes: &[[u32; 4]; 2]) -> [u32; 2] {
-    if C::BITS == 4 { [codes[0][F], 0] } else { [codes[F / 2][F % 2 * 2], codes[F / 2][F % 2 * 2 + 1]] }
+const fn words<C: Code>(codes: &[[u32; 4]; 2], f: usize) -> [u32; 2] {
+    if C::BITS == 4 { [codes[0][f], 0] } else { [codes[f / 2][f % 2 * 2], codes[f / 2][f % 2 * 2 + 1]] }
 }
 
 /// Where a fragment's `joined` words go, likewise.
@@ -291,7 +291,7 @@ fn put_words<C: Code, const F: usize>(codes: &mut [[u32; 4]; 2], joined: [u32; 2
 fn decode_slice<C: Code>(codes: &[[u32; 4]; 2], factors: &[Factors; 2], zero: u32) -> [[u32; 4]; 4] {
     let mut weights = [[0; 4]; 4];
     unroll!(F < 4; {
-        weights[F] = C::decode(words::<C, F>(codes), factors, zero);
+        weights[F] = C::decode(words::<C>(codes, F), factors, zero);
     });
     weights
 }
@@ -376,7 +376,7 @@ impl<C: Code> FragmentFormat for Quantized<C> {
         (stage, chunk): (&Ring, u32),
         k_partial: u32,
         lane: u32,
-        mut beside: impl FnMut(u32),
+        mut beside: impl FnMut(usize),
     ) -> WeightFragments {
         // SAFETY: the caller's word.
         unsafe {
@@ -389,11 +389,12 @@ impl<C: Code> FragmentFormat for Quantized<C> {
             let slices = [slice(0), slice(1)];
             let factors = slices.map(|(_, scales)| scales.map(Scale::factors::<C>));
             let zero = thread::unknown_zero();
-            beside(0);
-            let [a, b, c, d] = decode_slice::<C>(&slices[0].0, &factors[0], zero);
-            let [e, f, g, h] = decode_slice::<C>(&slices[1].0, &factors[1], zero);
-            beside(1);
-            [a, b, c, d, e, f, g, h]
+            let mut weights = [[0; 4]; 8];
+            unroll!(I < 8; {
+                beside(I);
+                weights[I] = C::decode(words::<C>(&slices[I / 4].0, I % 4), &factors[I / 4], zero);
+            });
+            weights
         }
     }
 

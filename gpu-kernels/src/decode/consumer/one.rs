@@ -245,13 +245,18 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                                 words = ask(next);
                             }
                             let end = part.depth.min(next);
-                            let mut from = duty.staged();
-                            while turn < end {
-                                let columns = [columns(from)];
-                                duty.turn(p, &mut acc, (&mut ring, &part, turn), &columns, &mut weights);
-                                from = from.at((SLICE / 2) as usize);
-                                turn += 1;
+                            let from = duty.staged();
+                            let columns = |i: u32| [columns(from.at(((i - turn) * (SLICE / 2)) as usize))];
+                            if F::COSTLY {
+                                duty.costly(p, &mut acc, (&mut ring, &part, turn..end), columns, &mut weights);
+                            } else {
+                                let mut i = turn;
+                                while i < end {
+                                    duty.turn(p, &mut acc, (&mut ring, &part), &columns(i));
+                                    i += 1;
+                                }
                             }
+                            turn = end;
                         }
                     }
                     // Of two places one after the other: a warp that is ahead meets the others once more before it
