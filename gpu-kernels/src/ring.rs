@@ -100,8 +100,8 @@ impl Ring {
         unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
-    /// A consumer waits until the stage is full, as it likely is. The first look is outside of a loop: at the head of one
-    /// that waits the assembler has the warp yield, which takes longer than a barrier's answer.
+    /// A consumer waits until the stage is full, as it likely is. The first look is outside of a loop: at the head of
+    /// one that waits the assembler has the warp yield, which takes longer than a barrier's answer.
     #[inline(always)]
     pub unsafe fn wait_likely_full(&self) {
         // SAFETY: the caller's word.

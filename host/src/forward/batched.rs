@@ -105,12 +105,12 @@ impl Capacity {
 
 impl Forward {
     /// Makes ready for passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences at the speed of memory, if there
-    /// is a [decode kernel](Self::prepare_decode); says whether.
+    /// is a [decode kernel](Self::prepare_decode) and the device has `wgmma`; says whether.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn prepare_batched(&mut self) -> Result<bool, Error> {
-        if self.decode().is_none() {
+        if self.decode().is_none() || !self.device.capabilities().has_gemms() {
             return Ok(false);
         }
         let grid = self.batched_grid();
