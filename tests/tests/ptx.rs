@@ -36,16 +36,19 @@ const SPILLING: [(&str, u32); 21] = [
     ("gemm_plain_n192", 144),
     ("gemm_plain_2x1", 72),
     ("gemm_plain_4x2", 64),
-    ("decode_1", 12),
-    ("decode_1_lossless", 24),
-    ("decode_1_e4m3", 28),
-    ("decode_1_fp8", 40),
-    ("decode_1_int4", 24),
-    ("decode_1_int4_f16", 24),
+    ("decode_1", 36),
+    ("decode_1_e4m3", 32),
+    ("decode_1_fp8", 12),
+    ("decode_1_int4", 16),
+    ("decode_1_int4_f16", 16),
+    ("decode_16_sequences_lossless", 0),
     ("batched_128_fp8", 60),
     ("batched_128_int4", 36),
     ("batched_128_int4_f16", 36),
 ];
+
+/// Bytes of loads that the decode kernels may spill where consumers cannot take other warps' registers.
+const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 960);
 
 /// The one kernel, for measurements alone, whose products ptxas has wait for each other for want of registers.
 const WAITING: &str = "gemm_plain_n192";
@@ -98,10 +101,13 @@ fn no_kernel_spills_or_uses_local_memory_but_those_named() {
         // A bounds check or a division that can panic costs registers, and could only trap.
         assert!(!ptx.contains("panicking"), "{module} for {arch} can panic");
         for (kernel, line) in report {
-            if let Some((_, most)) = SPILLING.iter().find(|(name, _)| *name == kernel) {
+            let (level, bytes) = WITHOUT_SETMAXNREG;
+            let of_level = (*arch == level && kernel.starts_with("decode_")).then_some(bytes);
+            let named = SPILLING.iter().find(|(name, _)| *name == kernel).map(|(_, most)| *most);
+            if let Some(most) = of_level.or(named) {
                 let loads = line.split("stores, ").nth(1).and_then(|rest| rest.split(' ').next());
                 let loads: u32 = loads.unwrap().parse().unwrap();
-                assert!(loads <= *most, "{kernel} for {arch}: {line}");
+                assert!(loads <= most, "{kernel} for {arch}: {line}");
                 continue;
             }
             assert_eq!(line, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{kernel} for {arch}");
