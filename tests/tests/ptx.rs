@@ -61,7 +61,7 @@ fn assemble(arch: &str, ptx: &str) -> String {
     std::fs::write(&file, ptx).unwrap();
     let output = Command::new(ptxas())
         .arg(format!("-arch={arch}"))
-        .args(["-v", "-o"])
+        .args(["-v", "--split-compile=0", "-o"])
         .args([folder.join("kernels.cubin"), file])
         .output()
         .unwrap();
