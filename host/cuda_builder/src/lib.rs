@@ -150,9 +150,6 @@ fn add_image(images: &mut String, arch: &str, module: &Module) {
     );
 }
 
-/// The levels that crates may tell apart; each has the instructions of those before it.
-const LEVELS: [&str; 3] = ["sm_80", "sm_90", "sm_90a"];
-
 /// One compilation of a kernel crate, to PTX.
 pub struct CudaBuilder {
     krate: PathBuf,
@@ -168,7 +165,7 @@ impl CudaBuilder {
         Self { krate: krate.into(), arch: "sm_80".into(), copy_to: None, target_dir: None, assembler: None }
     }
 
-    /// The level to compile for: `sm_80`, `sm_90` or `sm_90a`. The crate sees it, and those before it, whose
+    /// The level to compile for, such as `sm_80`, `sm_90` or `sm_90a`. The crate sees it, and those before it, whose
     /// instructions it has too, as `cfg(cuda_arch = "…")`.
     pub fn arch(mut self, arch: impl Into<String>) -> Self {
         self.arch = arch.into();
@@ -269,9 +266,10 @@ impl CudaBuilder {
 fn flags(arch: &str) -> String {
     let ptx_version = if arch.starts_with("sm_9") { "+ptx83" } else { "+ptx78" };
     let mut flags = format!("-C target-cpu={arch} -C target-feature={ptx_version}");
-    // A level that is not in the list is a card's alone, with all before it.
-    let levels = LEVELS.into_iter().take_while(|level| *level != arch);
-    for level in levels.chain([arch]) {
+    let number = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic).parse().unwrap_or(0);
+    // What ends in a letter is a card's alone, and no other level has it.
+    let before = [("sm_80", 80), ("sm_90", 90)].into_iter().filter(|(level, from)| *level != arch && *from <= number);
+    for level in before.map(|(level, _)| level).chain([arch]) {
         let _ = write!(flags, " --cfg cuda_arch=\"{level}\"");
     }
     flags
@@ -380,7 +378,7 @@ fn assembly_of(name: &str, folder: &Path) -> Result<PathBuf, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::{package_name, sources};
+    use super::{flags, package_name, sources};
 
     #[test]
     fn a_package_is_named_as_its_library() {
@@ -396,5 +394,18 @@ mod tests {
         let found = sources(&list);
         std::fs::remove_file(&list).unwrap();
         assert_eq!(found.unwrap(), ["/a/lib.rs", "/a b/gemm.rs"]);
+    }
+
+    #[test]
+    fn a_level_has_the_instructions_of_those_before_it() {
+        let seen = |arch| -> Vec<String> {
+            let flags = flags(arch);
+            flags.split("cuda_arch=").skip(1).map(|rest| rest.split('"').nth(1).unwrap().to_owned()).collect()
+        };
+        assert_eq!(seen("sm_80"), ["sm_80"]);
+        assert_eq!(seen("sm_86"), ["sm_80", "sm_86"]);
+        assert_eq!(seen("sm_90"), ["sm_80", "sm_90"]);
+        assert_eq!(seen("sm_90a"), ["sm_80", "sm_90", "sm_90a"]);
+        assert_eq!(seen("sm_100"), ["sm_80", "sm_90", "sm_100"]);
     }
 }

@@ -7,10 +7,9 @@ use std::sync::Arc;
 
 use cust::sys;
 
-use super::Level;
 use super::cuda::check;
 use super::images::{self, Form, Images, Layouts, MAIN, Origin};
-use super::{DeviceOptions, Entry};
+use super::{DeviceOptions, Entry, Level};
 use crate::Error;
 use crate::timed::timed;
 
