@@ -112,6 +112,13 @@ impl Ring {
         }
     }
 
+    /// Whether the stage is full: for a consumer that asks before it needs it, since an answer takes its time.
+    #[inline(always)]
+    pub unsafe fn is_full(&self) -> bool {
+        // SAFETY: the caller's word.
+        unsafe { self.full().test_wait(self.parity) }
+    }
+
     /// A consumer waits until the stage and the next one are full. Both are asked at once, as an answer takes its time.
     #[inline(always)]
     pub unsafe fn wait_full_pair(&self) {
@@ -163,6 +170,18 @@ impl Ring {
             bulk::fence_proxy_async();
             warp::sync_warp();
             self.empty().arrive_if(arrives);
+        }
+    }
+
+    /// The same of a stage whose content went into `sum`. It is read by then, and needs no fence.
+    #[inline(always)]
+    pub unsafe fn release_behind(&self, sum: f32, arrives: bool) {
+        // The assembler does not know that it is zero.
+        let zero = sum.to_bits() & thread::unknown_zero();
+        // SAFETY: the caller's word.
+        unsafe {
+            warp::sync_warp();
+            Self { base: self.base + zero, ..*self }.empty().arrive_if(arrives);
         }
     }
 

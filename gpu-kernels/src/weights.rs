@@ -74,6 +74,9 @@ pub(crate) trait FragmentFormat: WeightFormat {
     /// every other N-tile, and not half of the rows of every N-tile.
     const COSTLY: bool;
 
+    /// Whether fragments are made in the stage, and not only of what is loaded from it.
+    const IN_PLACE: bool = false;
+
     /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called with the
     /// numbers from 0 to 7 in turn, each before the fragment with that number is there: what is done with the last
     /// one's fragments is done while these are made.

@@ -42,11 +42,15 @@ fn every_code_is_exact<C: Code>() {
             let fragment = C::decode(
                 C::join([[code, 1], [1, code], [1, code], [code, 1]]),
                 &[stored.factors::<C>(), other.factors::<C>()],
-                0,
             );
             let expected = meaning(C::BITS, code, value, zero);
             assert_eq!(fragment[0] as u16, expected, "code {code} × {value}, zero {zero}");
             assert_eq!((fragment[2] >> 16) as u16, expected, "code {code} × {value}, zero {zero}");
+            let upper = C::decode(
+                C::join([[1, code], [code, 1], [code, 1], [1, code]]),
+                &[other.factors::<C>(), stored.factors::<C>()],
+            );
+            assert_eq!([upper[1] as u16, (upper[3] >> 16) as u16], [expected; 2], "code {code} × {value}, zero {zero}");
             let of_other = meaning(C::BITS, code, 0.5, 3 * u8::from(C::BITS == 4));
             assert_eq!([(fragment[1] >> 16) as u16, fragment[3] as u16], [of_other; 2], "code {code}");
             // And back, but for codes with the same meaning.

@@ -100,6 +100,18 @@ impl Barrier {
         // SAFETY: the caller's.
         unsafe { target::mbarrier_try_wait(self.0.addr(), parity) }
     }
+
+    /// Whether the phase of this parity has ended, at once (`mbarrier.test_wait.parity.shared::cta.b64`).
+    ///
+    /// # Safety
+    /// As for [`wait`](Self::wait).
+    #[inline(always)]
+    #[must_use]
+    #[track_caller]
+    pub unsafe fn test_wait(self, parity: u32) -> bool {
+        // SAFETY: the caller's.
+        unsafe { target::mbarrier_test_wait(self.0.addr(), parity) }
+    }
 }
 
 /// Makes the barriers that this lane made visible to TMA (`fence.mbarrier_init.release.cluster`).

@@ -75,6 +75,25 @@ struct Duty<F, const TILES: usize> {
     format: PhantomData<F>,
 }
 
+/// Where an N-tile's part of a turn lies.
+#[derive(Clone, Copy)]
+struct Tile {
+    stage: Ring,
+    /// Which of the stage's chunks it is.
+    chunk: u32,
+    /// Whether the stage is done with when it has been read.
+    ends: bool,
+}
+
+/// The N-tile that a warp multiplies next, and the one behind it.
+struct Ready {
+    weights: WeightFragments,
+    tile: Tile,
+    behind: Tile,
+    /// Whether the stage of the one behind has been seen to be full.
+    is_full: bool,
+}
+
 /// N-tiles of a warp, of a number that is found out as it goes.
 const ANY: usize = 0;
 
@@ -146,16 +165,9 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     #[inline(always)]
     unsafe fn load(&self, p: &DecodeStep, stage: &Ring) -> WeightFragments {
         // SAFETY: the caller's word.
-        unsafe { self.load_beside(p, (stage, 0), |_| {}) }
-    }
-
-    /// The same of the stage's chunk with this number; `beside` is called as [`FragmentFormat::load`] says.
-    #[inline(always)]
-    unsafe fn load_beside(&self, p: &DecodeStep, chunk: (&Ring, u32), beside: impl FnMut(usize)) -> WeightFragments {
-        // SAFETY: the caller's word.
         unsafe {
-            chunk.0.wait_likely_full();
-            F::load(p, chunk, self.k_split(), self.lane, beside)
+            stage.wait_likely_full();
+            F::load(p, (stage, 0), self.k_split(), self.lane, |_| {})
         }
     }
 
@@ -165,19 +177,56 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         F::CHUNKS == 1 || turn % F::CHUNKS + 1 == F::CHUNKS || turn + 1 == depth
     }
 
-    /// If fragments are costly, those of the first N-tile of a part: [`costly`](Self::costly) has the next ones ready
-    /// when it multiplies.
+    /// Stages from one turn's first to the next one's.
     #[inline(always)]
-    unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> WeightFragments {
-        if !F::COSTLY || self.n_tiles(part.mine) == 0 {
-            return [[0; 4]; 8];
+    const fn stages(turn: u32, part: &Part) -> u32 {
+        if Self::ends_stage(turn, part.depth) { part.mine } else { 0 }
+    }
+
+    /// Its `s`-th N-tile of a turn whose first stage is the ring's next.
+    #[inline(always)]
+    fn tile(&self, part: &Part, (ring, turn): (Ring, u32), s: u32) -> Tile {
+        let ends = Self::ends_stage(turn, part.depth);
+        Tile { stage: ring.ahead(self.n_tile(s)), chunk: turn % F::CHUNKS, ends }
+    }
+
+    /// If fragments are costly, those of the first N-tile of a part, whose first stage is the ring's next:
+    /// [`costly`](Self::costly) has the next ones ready when it multiplies.
+    #[inline(always)]
+    unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> Ready {
+        let own = self.n_tiles(part.mine);
+        let tile = self.tile(part, (*ring, 0), 0);
+        let behind = if own > 1 {
+            self.tile(part, (*ring, 0), 1)
+        } else {
+            self.tile(part, (ring.ahead(Self::stages(0, part)), 1), 0)
+        };
+        let mut ready = Ready { weights: [[0; 4]; 8], tile, behind, is_full: false };
+        if F::COSTLY && own > 0 {
+            // SAFETY: the caller's word.
+            unsafe {
+                ready.weights = self.load(p, &tile.stage);
+                self.release_loaded(&tile);
+            }
         }
-        let stage = ring.ahead(self.n_tile(0));
-        // SAFETY: the caller's word.
-        unsafe {
-            let weights = self.load(p, &stage);
-            release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(0, part.depth));
-            weights
+        ready
+    }
+
+    /// Gives a stage back that ends with this N-tile, whose fragments are there, if they were made in the stage.
+    #[inline(always)]
+    unsafe fn release_loaded(&self, tile: &Tile) {
+        if F::IN_PLACE {
+            // SAFETY: the caller's word.
+            unsafe { release(tile.stage, self.lane < Self::ARRIVALS && tile.ends) }
+        }
+    }
+
+    /// Gives a stage back that ends with this N-tile, of which `sum` is the last product's, unless that is done.
+    #[inline(always)]
+    unsafe fn release_multiplied(&self, tile: &Tile, sum: &[f32; 4]) {
+        if !F::IN_PLACE {
+            // SAFETY: the caller's word.
+            unsafe { tile.stage.release_behind(sum[0], self.lane < Self::ARRIVALS && tile.ends) }
         }
     }
 
@@ -207,29 +256,54 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         });
     }
 
-    /// Multiplies the weights of its `S`-th N-tile of a turn, and has those of the next N-tile `of` its turn ready,
-    /// whose stage lies `ahead`.
+    /// Multiplies the fragments that are ready, of its `S`-th N-tile. Meanwhile those of the one behind it are made;
+    /// behind that comes `next`.
     #[inline(always)]
     unsafe fn costly_step<const S: usize>(
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
-        (stage, of, depth): (Ring, u32, u32),
         columns: &[Columns; TILES],
-        weights: &mut WeightFragments,
+        ready: &mut Ready,
+        next: Tile,
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            let next = self.load_beside(p, (&stage, of % F::CHUNKS), |i| {
-                Self::multiply(acc, weights, columns, (S, i));
+            let Ready { weights, tile, behind, is_full } = *ready;
+            if !is_full {
+                behind.stage.wait_likely_full();
+            }
+            let mut is_full = false;
+            ready.weights = F::load(p, (&behind.stage, behind.chunk), self.k_split(), self.lane, |i| {
+                Self::multiply(acc, &weights, columns, (S, i));
+                if i == 4 {
+                    // Asked now, since an answer takes its time.
+                    is_full = next.stage.is_full();
+                }
             });
-            release(stage, self.lane < Self::ARRIVALS && Self::ends_stage(of, depth));
-            *weights = next;
+            self.release_multiplied(&tile, &acc[S * Self::OWN_TILES + Self::OWN_TILES - 1]);
+            self.release_loaded(&behind);
+            (ready.tile, ready.behind, ready.is_full) = (behind, next, is_full);
         }
     }
 
-    /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `weights` are the first
-    /// N-tile's of the first turn, and then those of the turn behind the last, unless that was the part's last.
+    /// Multiplies the fragments of the last N-tile of a part.
+    #[inline(always)]
+    unsafe fn costly_end<const S: usize>(
+        &self,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        columns: &[Columns; TILES],
+        ready: &Ready,
+    ) {
+        unroll!(I < 8; {
+            Self::multiply(acc, &ready.weights, columns, (S, I));
+        });
+        // SAFETY: the caller's word.
+        unsafe { self.release_multiplied(&ready.tile, &acc[S * Self::OWN_TILES + Self::OWN_TILES - 1]) }
+    }
+
+    /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `ready` is of the first
+    /// turn's first N-tile, and then of the turn behind the last, unless that was the part's last.
     #[inline(always)]
     unsafe fn costly(
         &self,
@@ -237,16 +311,16 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         acc: &mut [[f32; 4]; N_TILES as usize],
         (ring, part, turns): (&mut Ring, &Part, Range<u32>),
         columns: impl FnMut(u32) -> [Columns; TILES],
-        weights: &mut WeightFragments,
+        ready: &mut Ready,
     ) {
         // SAFETY: the caller's word.
         unsafe {
             // The numbers that most shapes have. What depends on one is decided here, and not in each turn.
             match self.n_tiles(thread::opaque(part.mine)) {
-                1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, weights),
-                2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, weights),
-                4 => self.costly_of::<4>(p, acc, (ring, part, turns), columns, weights),
-                _ => self.costly_of::<ANY>(p, acc, (ring, part, turns), columns, weights),
+                1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),
+                2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, ready),
+                4 => self.costly_of::<4>(p, acc, (ring, part, turns), columns, ready),
+                _ => self.costly_of::<ANY>(p, acc, (ring, part, turns), columns, ready),
             }
         }
     }
@@ -259,7 +333,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         acc: &mut [[f32; 4]; N_TILES as usize],
         (ring, part, turns): (&mut Ring, &Part, Range<u32>),
         mut columns: impl FnMut(u32) -> [Columns; TILES],
-        weights: &mut WeightFragments,
+        ready: &mut Ready,
     ) {
         // SAFETY: the caller's word.
         unsafe {
@@ -267,24 +341,25 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
             let mut turn = turns.start;
             while turn < turns.end {
                 let columns = columns(turn);
-                let next_stage = if Self::ends_stage(turn, depth) { part.mine } else { 0 };
+                let (here, then) = ((*ring, turn), (ring.ahead(Self::stages(turn, part)), turn + 1));
                 if OWN == ANY {
-                    self.costly_turn(p, acc, (ring, part, turn), &columns, weights);
+                    self.costly_turn(p, acc, (part, here, then), &columns, ready);
                 }
                 unroll!(S < OWN of 4; {
-                    if S + 1 < OWN {
-                        let stage = ring.ahead(self.n_tile(S as u32 + 1));
-                        self.costly_step::<S>(p, acc, (stage, turn, depth), &columns, weights);
-                    } else if turn + 1 < depth {
-                        let stage = ring.ahead(next_stage + self.n_tile(0));
-                        self.costly_step::<S>(p, acc, (stage, turn + 1, depth), &columns, weights);
+                    let next = if S + 2 < OWN {
+                        self.tile(part, here, S as u32 + 2)
+                    } else if OWN > 1 {
+                        self.tile(part, then, (S + 2 - OWN) as u32)
                     } else {
-                        unroll!(I < 8; {
-                            Self::multiply(acc, weights, &columns, (S, I));
-                        });
+                        self.tile(part, (then.0.ahead(Self::stages(turn + 1, part)), turn + 2), 0)
+                    };
+                    if S + 1 < OWN || turn + 1 < depth {
+                        self.costly_step::<S>(p, acc, &columns, ready, next);
+                    } else {
+                        self.costly_end::<S>(acc, &columns, ready);
                     }
                 });
-                *ring = ring.ahead(next_stage);
+                *ring = then.0;
                 turn += 1;
             }
         }
@@ -296,31 +371,24 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
-        (ring, part, turn): (&Ring, &Part, u32),
+        (part, here, then): (&Part, (Ring, u32), (Ring, u32)),
         columns: &[Columns; TILES],
-        weights: &mut WeightFragments,
+        ready: &mut Ready,
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            let (mine, depth) = (part.mine, part.depth);
-            let own = self.n_tiles(thread::opaque(mine));
-            let last = turn + 1 == depth;
-            let unpacked = if last { own.saturating_sub(1) } else { own };
-            let next_stage = if Self::ends_stage(turn, depth) { mine } else { 0 };
+            let own = self.n_tiles(thread::opaque(part.mine));
+            let last = then.1 == part.depth;
             let mut s = 0;
-            while s < unpacked {
+            while s < if last { own.saturating_sub(1) } else { own } {
                 thread::keep_rolled();
-                s += 1;
-                // Another N-tile's, or the first one's of the next turn.
-                let (ahead, of) =
-                    if s < own { (self.n_tile(s), turn) } else { (next_stage + self.n_tile(0), turn + 1) };
-                self.costly_step::<0>(p, acc, (ring.ahead(ahead), of, depth), columns, weights);
+                let next = if s + 2 < own { self.tile(part, here, s + 2) } else { self.tile(part, then, s + 2 - own) };
+                self.costly_step::<0>(p, acc, columns, ready, next);
                 Self::rotate(acc, own);
+                s += 1;
             }
             if last && own > 0 {
-                unroll!(I < 8; {
-                    Self::multiply(acc, weights, columns, (0, I));
-                });
+                self.costly_end::<0>(acc, columns, ready);
                 Self::rotate(acc, own);
             }
         }
@@ -658,7 +726,7 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                 }
                 let mut turn = 0;
                 if F::COSTLY {
-                    let mut weights = duty.begin(self.p, &ring, &part);
+                    let mut ready = duty.begin(self.p, &ring, &part);
                     let columns = |turn: u32| {
                         let next = fetch(turn + 1);
                         if normed && turn == 1 {
@@ -667,7 +735,7 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                         core::mem::replace(&mut b, next)[0]
                     };
                     turn = part.depth;
-                    duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut weights);
+                    duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut ready);
                     if normed && turn == 1 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }

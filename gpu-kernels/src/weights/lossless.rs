@@ -286,6 +286,7 @@ impl WeightFormat for Lossless {
 
 impl FragmentFormat for Lossless {
     const COSTLY: bool = true;
+    const IN_PLACE: bool = true;
 
     #[inline(always)]
     unsafe fn load(

@@ -6,7 +6,8 @@
 //! sums.
 //!
 //! ```text
-//! int4           c = code − zero                           c × scale
+//! int4           c = (code − zero) / 64: the code's bits   c × scale, of which 64 is a part
+//!                are 2^-133 or 2^-129 of it as a bf16's
 //! int4, f16      likewise                                  c × high + bf16(c × low)
 //! FP8            c = the code's bits as those of a bf16,   c × scale, of which 2^120 is a part
 //!                2^-120 of its value
@@ -75,20 +76,22 @@ pub trait Code: Copy {
     /// Puts a fragment's codes, `[register][half]`, into words: the first alone of int4.
     fn join(codes: [[u32; 2]; 4]) -> [u32; 2];
 
-    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows. `zero` is zero, which
-    /// the assembler does not know: a constant that has it stays in a register.
-    fn decode(words: [u32; 2], scales: &[Factors; 2], zero: u32) -> [u32; 4];
+    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows.
+    fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4];
 }
 
-/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. The lower one is minus (128 + zero);
-/// or if there are two parts, the low part, of which the last five bits are zeros, and hold the zero.
+/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. The lower one is minus the zero, in
+/// [steps](STEP); or if there are two parts, the low part, of which the last five bits are zeros, and hold the zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scale(pub u32);
 
-/// Of a word the bits of the zero.
+/// Of a word the bits of the zero, where scales have two parts.
 const ZERO_BITS: u32 = 0x1f;
-/// -128 as a bf16; with those bits, minus (128 + zero).
-const LEAST: u32 = 0xc300;
+/// What a code of int4 is a multiple of before it is scaled: 2^-133, the last place of the least bf16, times 2^127, the
+/// largest power of two.
+const STEP: f32 = 1.0 / 64.0;
+/// Two bf16 that make steps of codes in the last four bits; and of those in the four bits before them.
+const STEPS: [u32; 2] = [0x7f00_7f00, 0x7d00_7d00];
 
 impl Scale {
     /// The word of a scale and a zero; none if the scale is no such sum, or the zero is beyond 16.
@@ -104,8 +107,9 @@ impl Scale {
             && high.to_f32() + low.to_f32() == scale
             && low_bits & if C::PARTS == 1 { 0x7fff } else { ZERO_BITS } == 0
             && zero <= 16;
-        let low_bits = if C::PARTS == 1 { LEAST } else { low_bits };
-        fits.then(|| Self(u32::from(high.to_bits()) << 16 | low_bits | u32::from(zero)))
+        let zero_steps = bf16::from_f32(-STEP * f32::from(zero)).to_bits();
+        let low_bits = if C::PARTS == 1 { u32::from(zero_steps) } else { low_bits | u32::from(zero) };
+        fits.then(|| Self(u32::from(high.to_bits()) << 16 | low_bits))
     }
 
     /// The scale times [`Code::FACTOR`].
@@ -116,8 +120,9 @@ impl Scale {
     }
 
     #[inline(always)]
-    fn zero(self) -> u32 {
-        self.0 & ZERO_BITS
+    fn zero<C: Code>(self) -> f32 {
+        let [steps, _] = math::unpack_bf16(self.0);
+        if C::PARTS == 1 { steps * (-1.0 / STEP) } else { (self.0 & ZERO_BITS) as f32 }
     }
 
     /// As [`Code::decode`] takes it.
@@ -128,7 +133,8 @@ impl Scale {
             return Factors { high, low: 0, zero: low };
         }
         let zero_bits = ZERO_BITS << 16 | ZERO_BITS;
-        Factors { high, low: low & !zero_bits, zero: low & zero_bits | LEAST << 16 | LEAST }
+        let zero = math::fma_bf16x2(low & zero_bits, STEPS[0] | SIGNS, NOTHING);
+        Factors { high, low: low & !zero_bits, zero }
     }
 }
 
@@ -137,14 +143,15 @@ impl Scale {
 pub struct Factors {
     high: u32,
     low: u32,
-    /// Minus (128 + zero).
+    /// Minus the zero, in [steps](STEP).
     zero: u32,
 }
 
+/// The signs of two bf16.
+const SIGNS: u32 = 0x8000_8000;
+
 /// Two bf16 that are `-0`: a product is added to it where it is all that is wanted.
-const NOTHING: u32 = 0x8000_8000;
-/// Two bf16 that are 1.
-const ONES: u32 = 0x3f80_3f80;
+const NOTHING: u32 = SIGNS;
 
 impl Factors {
     /// Two whole numbers, or codes of FP8, times the scale, rounded once.
@@ -163,14 +170,14 @@ impl<const PARTS: u32> Code for Int4<PARTS> {
     const BITS: u32 = 4;
     const CHUNKS: u32 = 2;
     const PARTS: u32 = PARTS;
-    const FACTOR: f32 = 1.0;
+    const FACTOR: f32 = 1.0 / STEP;
 
     #[inline(always)]
     fn encode(w: f32, scale: Scale) -> u32 {
-        let value = scale.value::<Self>();
+        let value = scale.value::<Self>() * STEP;
         let steps = if value == 0.0 { 0.0 } else { w / value };
         // Rounded as numbers above zero are when they are cut off.
-        let code = (steps + scale.zero() as f32 + 0.5) as i32;
+        let code = (steps + scale.zero::<Self>() + 0.5) as i32;
         code.clamp(0, 15) as u32
     }
 
@@ -184,14 +191,15 @@ impl<const PARTS: u32> Code for Int4<PARTS> {
     }
 
     #[inline(always)]
-    fn decode(words: [u32; 2], scales: &[Factors; 2], zero: u32) -> [u32; 4] {
-        let codes = 0x000f_000f | zero;
+    fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
+        // A bf16's last eight bits are a whole number of 2^-133, also where the first of them is its exponent's last.
+        const CODES: [u32; 2] = [0x000f_000f, 0x00f0_00f0];
+        let words = [words[0], words[0] >> 8];
         let mut fragment = [0; 4];
         unroll!(R < 4; {
-            // 128 + code.
-            let code = words[0] >> (4 * R as u32) & codes | 0x4300_4300;
             let scale = &scales[R % 2];
-            fragment[R] = scale.scaled::<Self>(math::fma_bf16x2(code, ONES, scale.zero));
+            let c = math::fma_bf16x2(words[R / 2] & CODES[R % 2], STEPS[R % 2], scale.zero);
+            fragment[R] = scale.scaled::<Self>(c);
         });
         fragment
     }
@@ -231,8 +239,7 @@ impl Code for Fp8 {
     }
 
     #[inline(always)]
-    fn decode(words: [u32; 2], scales: &[Factors; 2], _: u32) -> [u32; 4] {
-        const SIGNS: u32 = 0x8000_8000;
+    fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
         const REST: u32 = 0x07f0_07f0;
         let mut fragment = [0; 4];
         unroll!(W < 2; {
@@ -288,10 +295,10 @@ fn put_words<C: Code, const F: usize>(codes: &mut [[u32; 4]; 2], joined: [u32; 2
 
 /// A slice's four fragments, of a lane.
 #[inline(always)]
-fn decode_slice<C: Code>(codes: &[[u32; 4]; 2], factors: &[Factors; 2], zero: u32) -> [[u32; 4]; 4] {
+fn decode_slice<C: Code>(codes: &[[u32; 4]; 2], factors: &[Factors; 2]) -> [[u32; 4]; 4] {
     let mut weights = [[0; 4]; 4];
     unroll!(F < 4; {
-        weights[F] = C::decode(words::<C>(codes, F), factors, zero);
+        weights[F] = C::decode(words::<C>(codes, F), factors);
     });
     weights
 }
@@ -369,7 +376,6 @@ impl<C: Code> WeightFormat for Quantized<C> {
 
 impl<C: Code> FragmentFormat for Quantized<C> {
     const COSTLY: bool = true;
-
     #[inline(always)]
     unsafe fn load(
         _: &DecodeStep,
@@ -388,11 +394,10 @@ impl<C: Code> FragmentFormat for Quantized<C> {
             };
             let slices = [slice(0), slice(1)];
             let factors = slices.map(|(_, scales)| scales.map(Scale::factors::<C>));
-            let zero = thread::unknown_zero();
             let mut weights = [[0; 4]; 8];
             unroll!(I < 8; {
                 beside(I);
-                weights[I] = C::decode(words::<C>(&slices[I / 4].0, I % 4), &factors[I / 4], zero);
+                weights[I] = C::decode(words::<C>(&slices[I / 4].0, I % 4), &factors[I / 4]);
             });
             weights
         }
@@ -451,7 +456,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
                     found[R] = math::unpack_bf16(words[R]).map(|w| C::encode(w, scale[R % 2]));
                 });
                 let joined = C::join(found);
-                let again = C::decode(joined, &factors, 0);
+                let again = C::decode(joined, &factors);
                 unroll!(R < 4; {
                     strange |= again[R] != words[R];
                 });
@@ -531,7 +536,7 @@ unsafe fn dequantize<C: Code>(p: &Dequantize) {
         let factors = scales.map(Scale::factors::<C>);
         let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
         unroll!(S < 2; {
-            let weights = decode_slice::<C>(&codes[S], &factors, 0);
+            let weights = decode_slice::<C>(&codes[S], &factors);
             let slice = (2 * group + S as u32) * SLICES_APART + n_tile * SLICE_BYTES;
             let to = to.at(slice as usize).cast::<u32>();
             unroll!(F < 4; {

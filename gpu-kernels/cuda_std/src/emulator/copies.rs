@@ -373,6 +373,10 @@ pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {
     world.passed(address, parity, site)
 }
 
+pub fn mbarrier_test_wait(address: u32, parity: u32, site: Site) -> bool {
+    world().passed(address, parity, site)
+}
+
 pub fn mbarrier_wait(address: u32, parity: u32, site: Site) {
     while !world().passed(address, parity, site) {
         let world = world();

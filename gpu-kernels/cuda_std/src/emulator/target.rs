@@ -322,6 +322,11 @@ pub unsafe fn mbarrier_try_wait(barrier: u32, parity: u32) -> bool {
     copies::mbarrier_try_wait(barrier, parity, Location::caller())
 }
 
+#[track_caller]
+pub unsafe fn mbarrier_test_wait(barrier: u32, parity: u32) -> bool {
+    copies::mbarrier_test_wait(barrier, parity, Location::caller())
+}
+
 pub fn fence_mbarrier_init() {
     copies::fence_mbarrier_init();
 }

@@ -63,6 +63,21 @@ pub unsafe fn mbarrier_try_wait(barrier: u32, parity: u32) -> bool {
 }
 
 #[inline(always)]
+pub unsafe fn mbarrier_test_wait(barrier: u32, parity: u32) -> bool {
+    let done: u32;
+    // SAFETY: the caller's.
+    unsafe {
+        asm!(
+            "{{ .reg .pred p;",
+            "mbarrier.test_wait.parity.shared::cta.b64 p, [{b}], {parity};",
+            "selp.u32 {done}, 1, 0, p; }}",
+            b = in(reg32) barrier, parity = in(reg32) parity, done = out(reg32) done, options(nostack)
+        );
+    }
+    done != 0
+}
+
+#[inline(always)]
 pub fn fence_mbarrier_init() {
     // SAFETY: a fence has no operands.
     unsafe { asm!("fence.mbarrier_init.release.cluster;", options(nostack)) }

@@ -226,7 +226,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                             _ => Duty::<F, 1>::held::<2>(&mut acc, &weights, chunks, duty.staged()),
                         }
                     } else {
-                        let mut weights = duty.begin(p, &ring, &part);
+                        let mut ready = duty.begin(p, &ring, &part);
                         let mut turn = 0;
                         while turn < part.depth {
                             input.settle(&mut words, |i| place(turn + i as u32));
@@ -248,7 +248,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                             let from = duty.staged();
                             let columns = |i: u32| [columns(from.at(((i - turn) * (SLICE / 2)) as usize))];
                             if F::COSTLY {
-                                duty.costly(p, &mut acc, (&mut ring, &part, turn..end), columns, &mut weights);
+                                duty.costly(p, &mut acc, (&mut ring, &part, turn..end), columns, &mut ready);
                             } else {
                                 let mut i = turn;
                                 while i < end {

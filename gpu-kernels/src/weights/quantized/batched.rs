@@ -36,7 +36,7 @@ impl<C: Code> BatchedFormat for Quantized<C> {
             let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
             let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
             let factors = scales.map(Scale::factors::<C>);
-            put_slice::<FIRST>(decode_slice::<C>(&codes, &factors, thread::unknown_zero()));
+            put_slice::<FIRST>(decode_slice::<C>(&codes, &factors));
         }
     }
 
