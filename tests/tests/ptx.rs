@@ -38,13 +38,13 @@ const SPILLING: [(&str, u32); 21] = [
     ("gemm_plain_4x2", 64),
     ("decode_1", 36),
     ("decode_1_e4m3", 32),
-    ("decode_1_fp8", 12),
-    ("decode_1_int4", 16),
-    ("decode_1_int4_f16", 16),
+    ("decode_1_fp8", 20),
+    ("decode_1_int4", 20),
+    ("decode_1_int4_f16", 20),
     ("decode_16_sequences_lossless", 0),
     ("batched_128_fp8", 60),
-    ("batched_128_int4", 36),
-    ("batched_128_int4_f16", 36),
+    ("batched_128_int4", 60),
+    ("batched_128_int4_f16", 60),
 ];
 
 /// Bytes of loads that the decode kernels may spill where consumers cannot take other warps' registers.
