@@ -54,7 +54,7 @@ fn sampled(seed: u64) -> Sampling {
 fn output_on_the_cpu_is_the_same_whichever_model_drafts() {
     let checkpoint = demo();
     let (_folder, shallow) = Shallow::new(3);
-    let prompts = demo_prompts(&checkpoint, 6, 48);
+    let prompts = demo_prompts(&checkpoint, 4, 48);
     let drafts = prompts.par_iter().map(|prompt| {
         let mut plain = engine(&checkpoint, DeviceChoice::Cpu, 128);
         let mut by_shallow = drafted(&checkpoint, &shallow, DeviceChoice::Cpu, 128);

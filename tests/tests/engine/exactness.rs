@@ -19,7 +19,7 @@ fn over_prompts(count: usize, check: impl Fn(&mut host::Engine, &[u32]) -> usize
 
 #[test]
 fn greedy_output_is_the_same_with_drafts() {
-    let accepted = over_prompts(100, |engine, prompt| {
+    let accepted = over_prompts(60, |engine, prompt| {
         let plain = answer(engine, &greedy(prompt, TOKENS, None));
         let drafted = answer(engine, &greedy(prompt, TOKENS, Some(NgramDraft::default())));
         assert_eq!(plain.tokens.len(), TOKENS);
@@ -28,7 +28,7 @@ fn greedy_output_is_the_same_with_drafts() {
     });
     println!("{accepted} drafts accepted");
     // Otherwise the test has shown nothing.
-    assert!(accepted > 500, "{accepted}");
+    assert!(accepted > 300, "{accepted}");
 }
 
 #[test]

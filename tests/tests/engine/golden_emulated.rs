@@ -40,7 +40,7 @@ fn drafts_chunks_and_company_change_nothing() {
         let prompt: Vec<u32> = case.prompt.iter().copied().cycle().take(70).collect();
         let sampling = Sampling { temperature: 0.7, top_k: 8, seed: 3, ..Sampling::default() };
         for sampling in [Sampling::default(), sampling] {
-            let request = |draft| host::Request { sampling, ..greedy(&prompt, 24, draft) };
+            let request = |draft| host::Request { sampling, ..greedy(&prompt, 16, draft) };
             let plain = answer(&mut engine, &request(None));
             // The second time all but the last token of the prompt is in the cache.
             let again = answer(&mut engine, &request(Some(NgramDraft { tokens: 15, max: 3, min: 1, adaptive: false })));
