@@ -10,6 +10,21 @@ use model::{Checkpoint, Sampling};
 
 use crate::greedy;
 
+/// Drawn tokens, with every cut and every penalty.
+#[must_use]
+pub fn with_penalties(seed: u64) -> Sampling {
+    Sampling {
+        temperature: 0.8,
+        top_k: 40,
+        top_p: 0.95,
+        repetition_penalty: 1.1,
+        presence_penalty: 0.2,
+        frequency_penalty: 0.3,
+        seed,
+        ..Sampling::default()
+    }
+}
+
 /// Requests of many lengths over `prompts`, greedy and sampled, some that begin alike, some with stop texts; the
 /// longest prompt has `longest` tokens, and the longest answer `most`.
 pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Request> {
@@ -19,16 +34,7 @@ pub fn requests(prompts: &[Vec<u32>], longest: usize, most: usize) -> Vec<Reques
         // Every third begins like the first.
         let shared = if i % 3 == 0 { (longest / 2).min(length - 1) } else { 0 };
         let prompt = [&prompts[0][..shared], &prompt[..length - shared]].concat();
-        let sampling = Sampling {
-            temperature: 0.8,
-            top_k: 40,
-            top_p: 0.95,
-            repetition_penalty: 1.1,
-            presence_penalty: 0.2,
-            frequency_penalty: 0.3,
-            seed: i as u64,
-            ..Sampling::default()
-        };
+        let sampling = with_penalties(i as u64);
         Request {
             sampling: if i % 2 == 0 { sampling } else { Sampling::default() },
             stop: if i % 4 == 1 { vec![";\n".into(), "self".into()] } else { Vec::new() },

@@ -6,7 +6,7 @@ use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start
 use host::device::Device;
 use host::forward::{Forward, RowOutput};
 use host::{DeviceChoice, NgramDraft, Request};
-use integration_tests::batch::{Arranged, Happened, together};
+use integration_tests::batch::{Arranged, Happened, together, with_penalties};
 use integration_tests::{answer, engine, golden_cases, greedy, uploaded};
 use model::{Checkpoint, Sampling};
 use rayon::prelude::*;
@@ -27,16 +27,7 @@ fn text(checkpoint: &Checkpoint, seed: u64, length: usize) -> Vec<u32> {
 /// Requests that soon need a second page, and two that begin alike and part within their second page, one of them in
 /// two tiles of a pass over prompts.
 fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
-    let sampling = Sampling {
-        temperature: 0.8,
-        top_k: 40,
-        top_p: 0.95,
-        repetition_penalty: 1.1,
-        presence_penalty: 0.2,
-        frequency_penalty: 0.3,
-        seed: 3,
-        ..Sampling::default()
-    };
+    let sampling = with_penalties(3);
     let short = (0..4).map(|i| (text(checkpoint, i, 58 + i as usize), 14 + i as usize));
     let long = [text(checkpoint, 9, 140), [text(checkpoint, 9, 80), text(checkpoint, 10, 8)].concat()];
     let all = short.chain(long.into_iter().zip([9, 6]));
