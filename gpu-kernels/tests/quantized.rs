@@ -25,6 +25,16 @@ fn scale(random: &mut Random, half: bool) -> f32 {
     if half { half::f16::from_f32(scale).to_f32() } else { bf16::from_f32(scale).to_f32() }
 }
 
+/// A zero, and a scale for it.
+fn scale_and_zero<C: Code>(random: &mut Random, half: bool, zero: u8) -> (f32, u8) {
+    let zero = if C::BITS == 4 { zero } else { 0 };
+    let scale = scale(random, C::PARTS == 2 && half);
+    // Four bits are left beside those of any zero.
+    let is_bf16 = bf16::from_f32(scale * f32::from(zero)).to_f32() == scale * f32::from(zero);
+    let few = f32::from_bits(scale.to_bits() >> 20 << 20);
+    (if C::PARTS == 2 || is_bf16 { scale } else { few }, zero)
+}
+
 /// All codes but NaN.
 fn codes(bits: u32) -> impl Iterator<Item = u32> {
     (0..1 << bits).filter(move |code| bits == 4 || code & 0x7f != 0x7f)
@@ -33,22 +43,21 @@ fn codes(bits: u32) -> impl Iterator<Item = u32> {
 fn every_code_is_exact<C: Code>() {
     let mut random = Random::new(1);
     for i in 0..400 {
-        let zero = if C::BITS == 4 { (i % 17) as u8 } else { 0 };
-        let value = scale(&mut random, C::PARTS == 2 && i % 2 == 0);
+        let (value, zero) = scale_and_zero::<C>(&mut random, i % 2 == 0, (i % 17) as u8);
         let stored = Scale::new::<C>(value, zero).unwrap_or_else(|| panic!("no scale {value}"));
         let other = Scale::new::<C>(0.5, 3 * u8::from(C::BITS == 4)).unwrap();
         for code in codes(C::BITS) {
             // Lower rows have registers 0 and 2, upper ones 1 and 3.
-            let fragment = C::decode(
+            let fragment = C::decode_whole(
                 C::join([[code, 1], [1, code], [1, code], [code, 1]]),
-                &[stored.factors::<C>(), other.factors::<C>()],
+                &[stored.factors::<C>(false), other.factors::<C>(true)],
             );
             let expected = meaning(C::BITS, code, value, zero);
             assert_eq!(fragment[0] as u16, expected, "code {code} × {value}, zero {zero}");
             assert_eq!((fragment[2] >> 16) as u16, expected, "code {code} × {value}, zero {zero}");
-            let upper = C::decode(
+            let upper = C::decode_whole(
                 C::join([[1, code], [code, 1], [code, 1], [1, code]]),
-                &[other.factors::<C>(), stored.factors::<C>()],
+                &[other.factors::<C>(false), stored.factors::<C>(true)],
             );
             assert_eq!([upper[1] as u16, (upper[3] >> 16) as u16], [expected; 2], "code {code} × {value}, zero {zero}");
             let of_other = meaning(C::BITS, code, 0.5, 3 * u8::from(C::BITS == 4));
@@ -80,6 +89,12 @@ fn scales_of_many_bits_are_refused() {
     assert_eq!(Scale::new::<Int4<2>>(1.0, 17), None);
     assert_eq!(Scale::new::<Int4<1>>(1.0 + 2f32.powi(-10), 16), None);
     assert!(Scale::new::<Int4<2>>(1.0 + 2f32.powi(-10), 16).is_some());
+    // Of one part the product with the zero has to be a bf16, and the scale within bounds.
+    assert!(Scale::new::<Int4<1>>(1.0 + 2f32.powi(-7), 8).is_some());
+    assert_eq!(Scale::new::<Int4<1>>(1.0 + 2f32.powi(-7), 7), None);
+    assert!(Scale::new::<Int4<2>>(1.0 + 2f32.powi(-7), 7).is_some());
+    assert_eq!(Scale::new::<Int4<1>>(8.0, 8), None);
+    assert_eq!(Scale::new::<Int4<1>>(2f32.powi(-101), 8), None);
 }
 
 const BLOCKS: u32 = 3;
@@ -132,7 +147,10 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
     let mut random = Random::new(7);
     let groups = INPUTS / GROUP as usize;
     let scales: Vec<(f32, u8)> = (0..ROWS * groups)
-        .map(|_| (scale(&mut random, C::PARTS == 2), if C::BITS == 4 { random.below(16) as u8 } else { 0 }))
+        .map(|_| {
+            let zero = random.below(16) as u8;
+            scale_and_zero::<C>(&mut random, true, zero)
+        })
         .collect();
     let all: Vec<u32> = codes(C::BITS).collect();
     let matrix: Vec<u32> = (0..ROWS * INPUTS).map(|_| all[random.below(all.len())]).collect();

@@ -18,7 +18,7 @@ use gpu_kernels::weights::quantized::{self, Dequantize, GROUP, GROUPS, Quantize,
 use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
 use model::plan::Matrix;
-use model::{Config, Dtype, Weight, Weights};
+use model::{Config, Weight, Weights};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
@@ -30,7 +30,7 @@ use crate::stream::{Stream, bases, chunks, n_tiles};
 pub struct Coding {
     /// Of a weight.
     pub code: Code,
-    /// Whether scales have two parts: those of int4 in f16.
+    /// Of int4, whether scales have two parts: those in f16, and those whose products with zeros are no bf16.
     pub is_fine: bool,
     /// Of e4m3, whether scales are of blocks of 128 × 128: then codes themselves are multiplied.
     pub in_blocks: bool,
@@ -73,7 +73,7 @@ impl Coding {
                 return None;
             }
             all.in_blocks &= Self::is_block(code, block) && shape.iter().all(|size| size.is_multiple_of(BLOCK));
-            all.is_fine |= code == Code::Int4 && matrix.scale_dtype() != Dtype::Bf16;
+            all.is_fine |= code == Code::Int4 && !matrix.has_bf16_zeros();
         }
         all
     }

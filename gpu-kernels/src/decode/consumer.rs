@@ -317,6 +317,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         unsafe {
             // The numbers that most shapes have. What depends on one is decided here, and not in each turn.
             match self.n_tiles(thread::opaque(part.mine)) {
+                1 if F::CHUNKS == 2 => self.costly_stages(p, acc, (ring, part, turns), columns, ready),
                 1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),
                 2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, ready),
                 4 => self.costly_of::<4>(p, acc, (ring, part, turns), columns, ready),
@@ -361,6 +362,58 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                 });
                 *ring = then.0;
                 turn += 1;
+            }
+        }
+    }
+
+    /// The same of one N-tile, where a stage has the chunks of two turns: a stage at a time, so that there is less to
+    /// ask, to find out and to give back. `turns` begins with a stage.
+    #[inline(always)]
+    unsafe fn costly_stages(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turns): (&mut Ring, &Part, Range<u32>),
+        mut columns: impl FnMut(u32) -> [Columns; TILES],
+        ready: &mut Ready,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let depth = part.depth;
+            let mut turn = turns.start;
+            while turn < turns.end {
+                let first = columns(turn);
+                let stage = ring.ahead(self.n_tile(0));
+                *ring = ring.ahead(part.mine);
+                let next = ring.ahead(self.n_tile(0));
+                ready.tile = Tile { stage, chunk: 0, ends: true };
+                if turn + 1 == depth {
+                    self.costly_end::<0>(acc, &first, ready);
+                    break;
+                }
+                let mut is_full = false;
+                let lower = ready.weights;
+                let upper = F::load(p, (&stage, 1), self.k_split(), self.lane, |i| {
+                    Self::multiply(acc, &lower, &first, (0, i));
+                    if i == 4 {
+                        // Asked now, since an answer takes its time.
+                        is_full = next.is_full();
+                    }
+                });
+                let second = columns(turn + 1);
+                turn += 2;
+                if turn == depth {
+                    ready.weights = upper;
+                    self.costly_end::<0>(acc, &second, ready);
+                    break;
+                }
+                if !is_full {
+                    next.wait_likely_full();
+                }
+                ready.weights = F::load(p, (&next, 0), self.k_split(), self.lane, |i| {
+                    Self::multiply(acc, &upper, &second, (0, i));
+                });
+                self.release_multiplied(&ready.tile, &acc[Self::OWN_TILES - 1]);
             }
         }
     }

@@ -1,14 +1,14 @@
 //! FP8 and int4 weights as codes, with scales for each 128 inputs of an output.
 //!
 //! A weight is `bf16(code × scale)` of FP8, `bf16((code − zero) × scale)` of int4, rounded once, on every path of the
-//! program. Here that is packed arithmetic on two weights at a time. A scale is a bf16, or, of int4, the sum of two,
-//! `high + low`, of which the lower one has so few bits that its product with a code is exact: scales in f16 are such
-//! sums.
+//! program. Here that is packed arithmetic on two weights at a time. A scale of int4 is a bf16, and so is its product
+//! with the zero; or it is the sum of two, `high + low`, of which the lower one has so few bits that its product with a
+//! code is exact: scales in f16 are such sums.
 //!
 //! ```text
-//! int4           c = (code − zero) / 64: the code's bits   c × scale, of which 64 is a part
-//!                are 2^-133 or 2^-129 of it as a bf16's
-//! int4, f16      likewise                                  c × high + bf16(c × low)
+//! int4           c = the code's bits as those of a bf16,   c × scale − zero × scale, of which 2^125 or 2^121, and
+//!                2^-133 or 2^-129 of it                    2^-8, are parts: a weight times 2^-8
+//! int4, f16      c = (code − zero) / 64, likewise          c × high + bf16(c × low), of which 64 is a part
 //! FP8            c = the code's bits as those of a bf16,   c × scale, of which 2^120 is a part
 //!                2^-120 of its value
 //! ```
@@ -63,6 +63,8 @@ pub trait Code: Copy {
     const PARTS: u32;
     /// What a scale is multiplied with to be stored.
     const FACTOR: f32;
+    /// A weight by what [`decode`](Self::decode) makes of it: a power of two.
+    const UNIT: f32 = 1.0;
     /// Bytes of an N-tile's slice.
     const SLICE_BYTES: u32 = SLICE * N_TILE / 8 * Self::BITS;
     /// Bytes of a region.
@@ -76,60 +78,91 @@ pub trait Code: Copy {
     /// Puts a fragment's codes, `[register][half]`, into words: the first alone of int4.
     fn join(codes: [[u32; 2]; 4]) -> [u32; 2];
 
-    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows.
+    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows; in
+    /// [`UNIT`](Self::UNIT)s.
     fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4];
+
+    /// The same of the very weights.
+    #[inline(always)]
+    fn decode_whole(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
+        let mut fragment = Self::decode(words, scales);
+        if Self::UNIT != 1.0 {
+            let unit = (Self::UNIT.to_bits() >> 16) * 0x1_0001;
+            unroll!(R < 4; {
+                fragment[R] = math::fma_bf16x2(fragment[R], unit, NOTHING);
+            });
+        }
+        fragment
+    }
 }
 
-/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. The lower one is minus the zero, in
-/// [steps](STEP); or if there are two parts, the low part, of which the last five bits are zeros, and hold the zero.
+/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. The lower one is minus the zero
+/// times the scale, in [units](Code::UNIT); or if there are two parts, the low part, of which the last five bits are
+/// zeros, and hold the zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scale(pub u32);
 
 /// Of a word the bits of the zero, where scales have two parts.
 const ZERO_BITS: u32 = 0x1f;
-/// What a code of int4 is a multiple of before it is scaled: 2^-133, the last place of the least bf16, times 2^127, the
-/// largest power of two.
+/// What a code of int4 is a multiple of before it is scaled by two parts: 2^-133, the last place of the least bf16,
+/// times 2^127, the largest power of two.
 const STEP: f32 = 1.0 / 64.0;
+/// Scales that are less, as they are stored, would make weights that are not exact in units.
+const LEAST: f32 = f32::from_bits((127 + 25) << 23);
+/// Two bf16.
+const SIXTEENTHS: u32 = 0x3d80_3d80;
 /// Two bf16 that make steps of codes in the last four bits; and of those in the four bits before them.
 const STEPS: [u32; 2] = [0x7f00_7f00, 0x7d00_7d00];
 
 impl Scale {
-    /// The word of a scale and a zero; none if the scale is no such sum, or the zero is beyond 16.
+    /// The word of a scale and a zero; none if the scale is no such sum or beyond what is exact, the zero is beyond 16,
+    /// or, of one part, their product is no bf16.
     #[must_use]
     pub fn new<C: Code>(scale: f32, zero: u8) -> Option<Self> {
+        let of_zero = -scale * f32::from(zero) / C::UNIT;
         let scale = scale * C::FACTOR;
         // Cut off, not rounded: parts of one sign leave a zero its sign.
         let high = bf16::from_bits((scale.to_bits() >> 16) as u16);
         let low = bf16::from_f32(scale - high.to_f32());
         let low_bits = u32::from(low.to_bits());
-        // With as few bits as a code has room for beside it.
+        let low_bits = if C::PARTS == 2 {
+            // With as few bits as a code has room for beside it.
+            (low_bits & ZERO_BITS == 0).then_some(low_bits | u32::from(zero))
+        } else {
+            let of_zero = of_zero.to_bits();
+            (low_bits & 0x7fff == 0 && of_zero & 0xffff == 0).then_some(of_zero >> 16)
+        };
         let fits = scale.is_finite()
             && high.to_f32() + low.to_f32() == scale
-            && low_bits & if C::PARTS == 1 { 0x7fff } else { ZERO_BITS } == 0
-            && zero <= 16;
-        let zero_steps = bf16::from_f32(-STEP * f32::from(zero)).to_bits();
-        let low_bits = if C::PARTS == 1 { u32::from(zero_steps) } else { low_bits | u32::from(zero) };
-        fits.then(|| Self(u32::from(high.to_bits()) << 16 | low_bits))
+            && zero <= 16
+            && (C::UNIT == 1.0 || scale == 0.0 || math::abs(scale) >= LEAST);
+        low_bits.filter(|_| fits).map(|low_bits| Self(u32::from(high.to_bits()) << 16 | low_bits))
     }
 
-    /// The scale times [`Code::FACTOR`].
+    /// The scale.
     #[inline(always)]
     fn value<C: Code>(self) -> f32 {
         let [low, high] = math::unpack_bf16(self.0 & !ZERO_BITS);
-        if C::PARTS == 1 { high } else { high + low }
+        (if C::PARTS == 1 { high } else { high + low }) / C::FACTOR
     }
 
     #[inline(always)]
     fn zero<C: Code>(self) -> f32 {
-        let [steps, _] = math::unpack_bf16(self.0);
-        if C::PARTS == 1 { steps * (-1.0 / STEP) } else { (self.0 & ZERO_BITS) as f32 }
+        if C::PARTS == 2 {
+            return (self.0 & ZERO_BITS) as f32;
+        }
+        let [of_zero, _] = math::unpack_bf16(self.0);
+        let value = self.value::<C>();
+        if value == 0.0 { 0.0 } else { -of_zero * C::UNIT / value }
     }
 
-    /// As [`Code::decode`] takes it.
+    /// As [`Code::decode`] takes it, of a fragment's upper eight rows or the lower ones.
     #[inline(always)]
-    pub fn factors<C: Code>(self) -> Factors {
+    pub fn factors<C: Code>(self, is_upper: bool) -> Factors {
         let (low, high) = (math::permute(self.0, self.0, 0x1010), math::permute(self.0, self.0, 0x3232));
         if C::PARTS == 1 {
+            // Codes of upper rows are in the four bits before those of lower ones.
+            let high = if C::BITS == 4 && is_upper { math::fma_bf16x2(high, SIXTEENTHS, NOTHING) } else { high };
             return Factors { high, low: 0, zero: low };
         }
         let zero_bits = ZERO_BITS << 16 | ZERO_BITS;
@@ -143,7 +176,7 @@ impl Scale {
 pub struct Factors {
     high: u32,
     low: u32,
-    /// Minus the zero, in [steps](STEP).
+    /// Minus the zero, in [steps](STEP); of one part times the scale.
     zero: u32,
 }
 
@@ -170,11 +203,12 @@ impl<const PARTS: u32> Code for Int4<PARTS> {
     const BITS: u32 = 4;
     const CHUNKS: u32 = 2;
     const PARTS: u32 = PARTS;
-    const FACTOR: f32 = 1.0 / STEP;
+    const FACTOR: f32 = if PARTS == 1 { f32::from_bits((127 + 125) << 23) } else { 1.0 / STEP };
+    const UNIT: f32 = if PARTS == 1 { 256.0 } else { 1.0 };
 
     #[inline(always)]
     fn encode(w: f32, scale: Scale) -> u32 {
-        let value = scale.value::<Self>() * STEP;
+        let value = scale.value::<Self>();
         let steps = if value == 0.0 { 0.0 } else { w / value };
         // Rounded as numbers above zero are when they are cut off.
         let code = (steps + scale.zero::<Self>() + 0.5) as i32;
@@ -197,9 +231,12 @@ impl<const PARTS: u32> Code for Int4<PARTS> {
         let words = [words[0], words[0] >> 8];
         let mut fragment = [0; 4];
         unroll!(R < 4; {
-            let scale = &scales[R % 2];
-            let c = math::fma_bf16x2(words[R / 2] & CODES[R % 2], STEPS[R % 2], scale.zero);
-            fragment[R] = scale.scaled::<Self>(c);
+            let (scale, code) = (&scales[R % 2], words[R / 2] & CODES[R % 2]);
+            fragment[R] = if PARTS == 1 {
+                math::fma_bf16x2(code, scale.high, scale.zero)
+            } else {
+                scale.scaled::<Self>(math::fma_bf16x2(code, STEPS[R % 2], scale.zero))
+            };
         });
         fragment
     }
@@ -220,7 +257,7 @@ impl Code for Fp8 {
         // The least number with a leading one, and what is added to a number below it so that its last place is 2^-9.
         const LEAST: f32 = 1.0 / 64.0;
         const SHIFT: f32 = 16384.0;
-        let scale = scale.value::<Self>() / Self::FACTOR;
+        let scale = scale.value::<Self>();
         let value = if scale == 0.0 { 0.0 } else { math::abs(w) / math::abs(scale) };
         let bits = if value < LEAST {
             (value + SHIFT).to_bits() - SHIFT.to_bits()
@@ -293,14 +330,10 @@ fn put_words<C: Code, const F: usize>(codes: &mut [[u32; 4]; 2], joined: [u32; 2
     }
 }
 
-/// A slice's four fragments, of a lane.
+/// Factors of a fragment's lower and upper eight rows.
 #[inline(always)]
-fn decode_slice<C: Code>(codes: &[[u32; 4]; 2], factors: &[Factors; 2]) -> [[u32; 4]; 4] {
-    let mut weights = [[0; 4]; 4];
-    unroll!(F < 4; {
-        weights[F] = C::decode(words::<C>(codes, F), factors);
-    });
-    weights
+fn both_factors<C: Code>([lower, upper]: [Scale; 2]) -> [Factors; 2] {
+    [lower.factors::<C>(false), upper.factors::<C>(true)]
 }
 
 /// A lane's codes of a slice, and its two scales, from shared memory.
@@ -393,7 +426,7 @@ impl<C: Code> FragmentFormat for Quantized<C> {
                 load_slice::<C>(chunk.at((slice * C::SLICE_BYTES) as usize), chunk.at(scales as usize), lane)
             };
             let slices = [slice(0), slice(1)];
-            let factors = slices.map(|(_, scales)| scales.map(Scale::factors::<C>));
+            let factors = slices.map(|(_, scales)| both_factors::<C>(scales));
             let mut weights = [[0; 4]; 8];
             unroll!(I < 8; {
                 beside(I);
@@ -405,7 +438,7 @@ impl<C: Code> FragmentFormat for Quantized<C> {
 
     #[inline(always)]
     unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
-        1.0
+        C::UNIT
     }
 }
 
@@ -444,7 +477,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
             let slice = k_partial + S as u32 * K_PARTIALS;
             let group = slice * SLICE / GROUP;
             let scale = [0, 8].map(|half| Scale(scales.load_nc((group * N_TILE + lane / 4 + half) as usize)));
-            let factors = scale.map(Scale::factors::<C>);
+            let factors = both_factors::<C>(scale);
             let from = from.at(slices.at(q * SLICES + slice) as usize).cast::<u32>();
             let mut codes = [[0; 4]; 2];
             unroll!(F < 4; {
@@ -456,7 +489,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
                     found[R] = math::unpack_bf16(words[R]).map(|w| C::encode(w, scale[R % 2]));
                 });
                 let joined = C::join(found);
-                let again = C::decode(joined, &factors);
+                let again = C::decode_whole(joined, &factors);
                 unroll!(R < 4; {
                     strange |= again[R] != words[R];
                 });
@@ -533,16 +566,16 @@ unsafe fn dequantize<C: Code>(p: &Dequantize) {
                 }
             });
         });
-        let factors = scales.map(Scale::factors::<C>);
+        let factors = both_factors::<C>(scales);
         let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
         unroll!(S < 2; {
-            let weights = decode_slice::<C>(&codes[S], &factors);
             let slice = (2 * group + S as u32) * SLICES_APART + n_tile * SLICE_BYTES;
             let to = to.at(slice as usize).cast::<u32>();
             unroll!(F < 4; {
+                let weights = C::decode_whole(words::<C>(&codes[S], F), &factors);
                 unroll!(R < 4; {
                     let word = F as u32 * STEP_BYTES / 4 + core_word(R as u32) + lane;
-                    to.store(word as usize, weights[F][R]);
+                    to.store(word as usize, weights[R]);
                 });
             });
         });

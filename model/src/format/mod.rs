@@ -147,9 +147,9 @@ pub trait WeightFormat: fmt::Debug + Send + Sync {
     /// The tensor that scales are in, for messages: its place among the [parts](Self::parts).
     fn scale_part(&self) -> usize;
 
-    /// The number format of a matrix's scales.
-    fn scale_dtype(&self, matrix: &QuantizedMatrix<'_>) -> Dtype {
-        matrix.part(self.scale_part()).dtype
+    /// Whether a matrix's scales are bf16, and so is each zero times its scale.
+    fn has_bf16_zeros(&self, matrix: &QuantizedMatrix<'_>) -> bool {
+        matrix.part(self.scale_part()).dtype == Dtype::Bf16
     }
 
     /// Bytes of a matrix's codes, scales and zeros, as tight as the format has them; `stored` are those of its parts.

@@ -60,6 +60,10 @@ impl WeightFormat for PackQuantized {
         1
     }
 
+    fn has_bf16_zeros(&self, matrix: &QuantizedMatrix<'_>) -> bool {
+        self.symmetric && matrix.part(self.scale_part()).dtype == Dtype::Bf16
+    }
+
     fn read(&self, matrix: &QuantizedMatrix<'_>, rows: Range<usize>, out: &mut Codes) -> Result<(), Error> {
         let [_, inputs] = matrix.shape();
         let groups = inputs.div_ceil(self.group(inputs));

@@ -4,8 +4,10 @@
 //! - FP8: blocks of 128 × 128, as the official checkpoints have them. The scale is the largest magnitude over 448, in
 //!   bf16.
 //! - int4, round to nearest: groups of 128 inputs. The 16 steps reach from the least weight to the greatest, zero is
-//!   one of them, and the scale is rounded to bf16 first. Without a zero of its own, a group whose weights reach
-//!   further to one side would waste steps on the other. AWQ and GPTQ, which look at activations, lose less.
+//!   one of them, and the scale is rounded first: to the nearest bf16 whose product with the zero is a bf16 too. So one
+//!   instruction makes two weights of their codes, and a normal distribution's squared error grows by 0.1 %. Without a
+//!   zero of its own, a group whose weights reach further to one side would waste steps on the other. AWQ and GPTQ,
+//!   which look at activations, lose less.
 
 use std::ops::Range;
 
@@ -71,8 +73,8 @@ impl WeightFormat for Rounded {
         0
     }
 
-    fn scale_dtype(&self, _matrix: &QuantizedMatrix<'_>) -> Dtype {
-        Dtype::Bf16
+    fn has_bf16_zeros(&self, _matrix: &QuantizedMatrix<'_>) -> bool {
+        true
     }
 
     fn compact_bytes(&self, [outputs, inputs]: [usize; 2], _stored: u64) -> u64 {
@@ -161,6 +163,18 @@ fn fp8_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [
     }
 }
 
+/// The nearest to a bf16 of those whose product with `zero` is one: the product of two whole numbers has no more bits
+/// than both together.
+#[inline(always)]
+fn with_room_for(zero: u8, scale: f32) -> f32 {
+    let odd = u32::from(zero) >> zero.trailing_zeros().min(7);
+    if odd <= 1 {
+        return scale;
+    }
+    let dropped = u32::BITS - odd.leading_zeros() + 16;
+    f32::from_bits((scale.to_bits() + (1 << (dropped - 1))) >> dropped << dropped)
+}
+
 #[inline(always)]
 fn int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
     let groups = weights.chunks_exact(inputs).flat_map(|row| row.chunks(BLOCK));
@@ -177,10 +191,11 @@ fn int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut 
         if *scale < LEAST {
             *scale = 1.0;
         }
+        let middle = ((-least / *scale + WHOLE) - WHOLE).clamp(0.0, 15.0);
+        *zero = middle as u8;
+        *scale = with_room_for(*zero, *scale);
         let inverse = 1.0 / *scale;
         let whole = |x: f32| (x * inverse + WHOLE) - WHOLE;
-        let middle = whole(-least).clamp(0.0, 15.0);
-        *zero = middle as u8;
         for (code, &bytes) in codes.iter_mut().zip(weights) {
             let step = (whole(wide(bytes)) + middle).clamp(0.0, 15.0);
             // A whole number of so few bits stands at the end of the float's, once it is so large.
@@ -209,8 +224,15 @@ mod tests {
             for (i, &bytes) in weights.iter().enumerate() {
                 let group = i / 130 * 2 + i % 130 / BLOCK;
                 let found = (f32::from(codes[i]) - f32::from(zeros[group])) * scales[group];
-                // The scale was rounded, and so was the place of zero: the ends may be cut by half a step more.
-                prop_assert!((found - wide(bytes)).abs() <= scales[group] * 1.06, "{found} for {}", wide(bytes));
+                let (zero, scale) = (zeros[group], scales[group]);
+                let of_zero = f32::from(zero) * scale;
+                prop_assert_eq!(bf16::from_f32(of_zero).to_f32(), of_zero);
+                // The place of zero was rounded: the ends may be cut by half a step more. And so was the scale, by half
+                // of its last place.
+                let bits = 8 - (zero >> zero.trailing_zeros().min(7)).checked_ilog2().map_or(0, |bits| bits as i32 + 1);
+                let cut = f32::from(zero.max(15 - zero)) * 2f32.powi(-bits);
+                let most = scale * (1.06 + cut);
+                prop_assert!((found - wide(bytes)).abs() <= most, "{found} for {}", wide(bytes));
                 if i == 7 {
                     prop_assert_eq!(found, 0.0);
                 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Code, Codes, WeightFormat};
 use crate::checkpoint::{Tensor, TensorId};
-use crate::{Checkpoint, Dtype, Error};
+use crate::{Checkpoint, Error};
 
 /// Codes that are turned into weights at a time: with what comes of them they stay in a core's own cache.
 const CODES: usize = 64 << 10;
@@ -163,9 +163,9 @@ impl<'a> QuantizedMatrix<'a> {
         [self.format().outputs_of_scale(self.shape()[0]), self.group()]
     }
 
-    /// The number format of its scales.
-    pub fn scale_dtype(&self) -> Dtype {
-        self.format().scale_dtype(self)
+    /// Whether its scales are bf16, and so is each zero times its scale.
+    pub fn has_bf16_zeros(&self) -> bool {
+        self.format().has_bf16_zeros(self)
     }
 
     /// Reads codes, scales and zeros of the outputs `rows`, which begin at a multiple of the format's

@@ -3,7 +3,7 @@
 use cuda_std::shared::Shared;
 use cuda_std::{Global, thread};
 
-use super::{Code, Quantized, SCALE_BYTES, Scale, decode_slice, load_slice, regions_at, scales_at, second_at};
+use super::{Code, Quantized, SCALE_BYTES, both_factors, load_slice, regions_at, scales_at, second_at, words};
 use crate::batched::{BatchedStep, Phase};
 use crate::stream::{SLICES_APART, TOGETHER, Wave};
 use crate::weights::batched::put_slice;
@@ -35,13 +35,17 @@ impl<C: Code> BatchedFormat for Quantized<C> {
             let codes = if is_odd { TOGETHER * SCALE_BYTES } else { 0 } + warp_id * C::SLICE_BYTES;
             let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
             let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
-            let factors = scales.map(Scale::factors::<C>);
-            put_slice::<FIRST>(decode_slice::<C>(&codes, &factors));
+            let factors = both_factors::<C>(scales);
+            let mut weights = [[0; 4]; 4];
+            unroll!(F < 4; {
+                weights[F] = C::decode(words::<C>(&codes, F), &factors);
+            });
+            put_slice::<FIRST>(weights);
         }
     }
 
     #[inline(always)]
     unsafe fn scale_of(_: Global<Phase>) -> f32 {
-        1.0
+        C::UNIT
     }
 }
