@@ -261,8 +261,13 @@ def rounded(mode: str, weight: torch.Tensor) -> torch.Tensor:
     parts = grouped(weight, 128)
     low, high = parts.amin(-1, keepdim=True).clamp(max=0), parts.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).bfloat16().float()
+    zero = (-low / scale).round().clamp(0, 15)
+    # The product with the zero is a bf16 too: of the eight bits, as many are dropped as the zero's odd part has.
+    odd = torch.tensor([0, 1, 1, 3, 1, 5, 3, 7, 1, 9, 5, 11, 3, 13, 7, 15])[zero.long()]
+    last = torch.where(odd > 1, 2.0 ** (torch.frexp(odd.float())[1] + torch.frexp(scale)[1] - 8).float(), 0)
+    scale = torch.where(odd > 1, ((scale / last + 0.5).floor() * last), scale)
+    assert torch.equal((zero * scale).bfloat16().float(), zero * scale)
     inverse = 1 / scale
-    zero = (-low * inverse).round().clamp(0, 15)
     codes = ((parts * inverse).round() + zero).clamp(0, 15)
     return ((codes - zero) * scale).reshape(out, inputs)
 
