@@ -230,6 +230,11 @@ impl Quantized {
         self.bases[matrix.number(layer)]
     }
 
+    /// What the kernels' sums are multiplied with.
+    pub fn unit(&self) -> f32 {
+        by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => C::UNIT)
+    }
+
     /// How TMA reads them.
     pub fn arrays(&self) -> [Array; 2] {
         let regions = self.codes.len() as u64 / u64::from(self.coding.region_bytes());

@@ -81,7 +81,7 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
                 partial.add::<TILES>(part);
             }
             ready();
-            let scale = F::scale_of(phase);
+            let scale = if F::SCALED { field!(phase, scale: f32) } else { 1.0 };
             match kind {
                 PhaseKind::WRITE => {
                     put::<ROWS, TILES, { PhaseKind::WRITE }>(p, &unit, &outputs, first, groups, (old, scale))

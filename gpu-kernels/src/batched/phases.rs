@@ -78,7 +78,7 @@ pub struct Phase {
     pub forms: Global<u32>,
     /// GEMMs: tiles of rows, for all rows that there may be.
     pub row_tiles: u32,
-    /// GEMMs: what their sums are multiplied with, if [weights](crate::weights) say so.
+    /// GEMMs: what their sums are multiplied with, by kernels whose [weights](crate::weights) are scaled.
     pub scale: f32,
     /// GEMMs: the weights, as [`lay_out`](crate::stream::lay_out) left them, of a matrix that a kernel which reads
     /// codes has no codes of; null for others.

@@ -221,12 +221,13 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         }
     }
 
-    /// Gives a stage back that ends with this N-tile, of which `sum` is the last product's, unless that is done.
+    /// Gives a stage back that ends with this N-tile, the `S`-th, which was multiplied, unless that is done.
     #[inline(always)]
-    unsafe fn release_multiplied(&self, tile: &Tile, sum: &[f32; 4]) {
+    unsafe fn release_multiplied<const S: usize>(&self, tile: &Tile, acc: &[[f32; 4]; N_TILES as usize]) {
         if !F::IN_PLACE {
+            let last = acc[S * Self::OWN_TILES + Self::OWN_TILES - 1];
             // SAFETY: the caller's word.
-            unsafe { tile.stage.release_behind(sum[0], self.lane < Self::ARRIVALS && tile.ends) }
+            unsafe { tile.stage.release_behind(last[0], self.lane < Self::ARRIVALS && tile.ends) }
         }
     }
 
@@ -281,7 +282,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                     is_full = next.stage.is_full();
                 }
             });
-            self.release_multiplied(&tile, &acc[S * Self::OWN_TILES + Self::OWN_TILES - 1]);
+            self.release_multiplied::<S>(&tile, acc);
             self.release_loaded(&behind);
             (ready.tile, ready.behind, ready.is_full) = (behind, next, is_full);
         }
@@ -299,7 +300,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
             Self::multiply(acc, &ready.weights, columns, (S, I));
         });
         // SAFETY: the caller's word.
-        unsafe { self.release_multiplied(&ready.tile, &acc[S * Self::OWN_TILES + Self::OWN_TILES - 1]) }
+        unsafe { self.release_multiplied::<S>(&ready.tile, acc) }
     }
 
     /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `ready` is of the first
@@ -413,7 +414,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                 ready.weights = F::load(p, (&next, 0), self.k_split(), self.lane, |i| {
                     Self::multiply(acc, &upper, &second, (0, i));
                 });
-                self.release_multiplied(&ready.tile, &acc[Self::OWN_TILES - 1]);
+                self.release_multiplied::<0>(&ready.tile, acc);
             }
         }
     }

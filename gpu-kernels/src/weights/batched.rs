@@ -4,7 +4,7 @@ use cuda_std::shared::Shared;
 use cuda_std::{Global, bf16, thread, wgmma};
 
 use super::{FragmentFormat, Plain, WeightFragments};
-use crate::batched::{BatchedStep, Phase};
+use crate::batched::BatchedStep;
 use crate::linear::K_PARTIALS;
 use crate::stream::{SLICE_BYTES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
 
@@ -30,8 +30,8 @@ pub(crate) trait BatchedFormat: FragmentFormat {
         WeightFragments::default()
     }
 
-    /// What the sums of a phase have to be multiplied with.
-    unsafe fn scale_of(phase: Global<Phase>) -> f32;
+    /// Whether sums are multiplied with their phase's [scale](crate::batched::Phase::scale).
+    const SCALED: bool = false;
 }
 
 /// Stages of weights for the batched decode kernel, of 8 N-tiles: a slice of each.
@@ -125,10 +125,5 @@ impl BatchedFormat for Plain {
                 wgmma::load_fragments::<7, u8>(from.at(3 * step));
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn scale_of(_: Global<Phase>) -> f32 {
-        1.0
     }
 }

@@ -409,6 +409,7 @@ impl<C: Code> WeightFormat for Quantized<C> {
 
 impl<C: Code> FragmentFormat for Quantized<C> {
     const COSTLY: bool = true;
+
     #[inline(always)]
     unsafe fn load(
         _: &DecodeStep,

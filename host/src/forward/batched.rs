@@ -286,10 +286,15 @@ impl Forward {
             let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
             let program = (tile_rows, row_tiles);
             let packed = self.packed_of(program);
-            let (base, plain) = match self.codes_of(program) {
-                Some(codes) if gemm.matrix != plan::Matrix::Head => (codes.base(layer, gemm.matrix), Global::default()),
-                Some(_) => (base, stream),
-                None => (packed.map_or(base, |packed| packed.base(layer, gemm.matrix)), Global::default()),
+            let (base, plain, scale) = match (self.codes_of(program), packed) {
+                (Some(codes), _) if gemm.matrix != plan::Matrix::Head => {
+                    (codes.base(layer, gemm.matrix), Global::default(), codes.unit())
+                }
+                (Some(_), _) => (base, stream, 1.0),
+                (None, Some(packed)) => {
+                    (packed.base(layer, gemm.matrix), Global::default(), packed.scale(layer, gemm.matrix))
+                }
+                (None, None) => (base, Global::default(), 1.0),
             };
             Phase {
                 n_tiles,
@@ -300,7 +305,7 @@ impl Forward {
                 plain,
                 x: maps.ptr(input_map(gemm.input, height)),
                 row_tiles,
-                scale: packed.map_or(1.0, |packed| packed.scale(layer, gemm.matrix)),
+                scale,
                 ..Phase::new(kind)
             }
         };

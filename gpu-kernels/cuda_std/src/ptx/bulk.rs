@@ -47,34 +47,31 @@ pub unsafe fn mbarrier_wait(barrier: u32, parity: u32) {
     }
 }
 
+/// Whether a barrier's phase of this parity is over, asked by the instruction `$how`.
+macro_rules! ask {
+    ($how:literal, $barrier:ident, $parity:ident) => {{
+        let done: u32;
+        // SAFETY: the caller's.
+        unsafe {
+            asm!(
+                "{{ .reg .pred p;",
+                concat!("mbarrier.", $how, ".parity.shared::cta.b64 p, [{b}], {parity};"),
+                "selp.u32 {done}, 1, 0, p; }}",
+                b = in(reg32) $barrier, parity = in(reg32) $parity, done = out(reg32) done, options(nostack)
+            );
+        }
+        done != 0
+    }};
+}
+
 #[inline(always)]
 pub unsafe fn mbarrier_try_wait(barrier: u32, parity: u32) -> bool {
-    let done: u32;
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "{{ .reg .pred p;",
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [{b}], {parity};",
-            "selp.u32 {done}, 1, 0, p; }}",
-            b = in(reg32) barrier, parity = in(reg32) parity, done = out(reg32) done, options(nostack)
-        );
-    }
-    done != 0
+    ask!("try_wait", barrier, parity)
 }
 
 #[inline(always)]
 pub unsafe fn mbarrier_test_wait(barrier: u32, parity: u32) -> bool {
-    let done: u32;
-    // SAFETY: the caller's.
-    unsafe {
-        asm!(
-            "{{ .reg .pred p;",
-            "mbarrier.test_wait.parity.shared::cta.b64 p, [{b}], {parity};",
-            "selp.u32 {done}, 1, 0, p; }}",
-            b = in(reg32) barrier, parity = in(reg32) parity, done = out(reg32) done, options(nostack)
-        );
-    }
-    done != 0
+    ask!("test_wait", barrier, parity)
 }
 
 #[inline(always)]

@@ -1,15 +1,17 @@
 //! As the batched decode kernels read them.
 
 use cuda_std::shared::Shared;
-use cuda_std::{Global, thread};
+use cuda_std::thread;
 
 use super::{Lossless, PACKED_SLICE, Place, REGIONS};
-use crate::batched::{BatchedStep, Phase};
+use crate::batched::BatchedStep;
 use crate::stream::{TOGETHER, Wave};
 use crate::weights::batched::put_slice;
 use crate::weights::{BatchedFormat, StageSources, WeightFragments};
 
 impl BatchedFormat for Lossless {
+    const SCALED: bool = true;
+
     /// The first slices and the lists, then the lists again and the second ones.
     #[inline(always)]
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
@@ -58,11 +60,5 @@ impl BatchedFormat for Lossless {
             let [[a, b, c, d], [e, f, g, h]] = place.unpack(&p.lossless, lane, |_| {});
             [a, b, c, d, e, f, g, h]
         }
-    }
-
-    #[inline(always)]
-    unsafe fn scale_of(phase: Global<Phase>) -> f32 {
-        // SAFETY: the caller's word.
-        unsafe { phase.cast::<u8>().at(core::mem::offset_of!(Phase, scale)).cast::<f32>().load_nc(0) }
     }
 }

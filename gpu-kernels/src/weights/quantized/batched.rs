@@ -1,16 +1,17 @@
 //! As the batched decode kernels read them.
 
 use cuda_std::shared::Shared;
-use cuda_std::{Global, thread};
+use cuda_std::thread;
 
 use super::{Code, Quantized, SCALE_BYTES, both_factors, load_slice, regions_at, scales_at, second_at, words};
-use crate::batched::{BatchedStep, Phase};
+use crate::batched::BatchedStep;
 use crate::stream::{SLICES_APART, TOGETHER, Wave};
 use crate::weights::batched::put_slice;
 use crate::weights::{BatchedFormat, StageSources};
 
 impl<C: Code> BatchedFormat for Quantized<C> {
     const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
+    const SCALED: bool = C::UNIT != 1.0;
 
     #[inline(always)]
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
@@ -42,15 +43,5 @@ impl<C: Code> BatchedFormat for Quantized<C> {
             });
             put_slice::<FIRST>(weights);
         }
-    }
-
-    #[inline(always)]
-    unsafe fn scale_of(phase: Global<Phase>) -> f32 {
-        if C::UNIT == 1.0 {
-            return 1.0;
-        }
-        // SAFETY: the caller's word.
-        let plain = unsafe { phase.cast::<u8>().at(core::mem::offset_of!(Phase, plain)).cast::<u64>().load_nc(0) };
-        if plain == 0 { C::UNIT } else { 1.0 }
     }
 }
