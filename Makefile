@@ -12,7 +12,7 @@ FIRST_KERNEL := docs/guide/first-kernel/Cargo.toml
 # Without what the demo does not use: downloads and benchmarks; and with less effort on what it does not wait for. Numbers are the business
 # of `model` and what that stands on.
 DEMO_BUILD := --no-default-features --features bundled-demo \
-	$(foreach krate,gpu-kernels host warpdraft minijinja zstd-sys rustyline,\
+	$(foreach krate,gpu-kernels host warpdraft zstd-sys,\
 	--config 'profile.release.package.$(krate).opt-level=1')
 
 # Complete a prompt with the bundled model, on a GPU if there is one. Leaves target/release/warpdraft, which downloads

@@ -223,7 +223,7 @@ impl Case {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(8))]
+    #![proptest_config(ProptestConfig::with_cases(6))]
 
     #[test]
     fn bits_of_linear(rows in 1usize..150, n_tiles in 1usize..11, chunks in 1usize..11, pairs in 1u32..7, seed: u64) {

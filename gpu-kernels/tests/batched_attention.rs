@@ -272,7 +272,7 @@ fn contexts_on_borders() {
 /// two, of many.
 #[test]
 fn heads_are_cut_between_blocks() {
-    for grid in [2, 4, 6, 12, 24] {
+    for grid in [2, 6, 24] {
         let sequences = vec![(1039, 1), (2300, 2), (4, 1), (254, 4)];
         Case { q_heads: 4, kv_heads: 2, sequences }.check(grid, grid.into());
         Case { q_heads: 2, kv_heads: 1, sequences: vec![(600, 1), (4, 2)] }.check(grid, grid.into());

@@ -53,8 +53,9 @@ const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 960);
 const WAITING: &str = "gemm_plain_n192";
 
 /// ptxas's report of a text for which no machine code was made.
-fn assemble(arch: &str, ptx: &str) -> String {
-    let folder = std::env::temp_dir().join(format!("warpdraft-ptx-{}-{arch}", std::process::id()));
+fn assemble(image: &Image) -> String {
+    let Image { arch, module, ptx, .. } = image;
+    let folder = std::env::temp_dir().join(format!("warpdraft-ptx-{}-{arch}-{module}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let file = folder.join("kernels.ptx");
     std::fs::write(&file, ptx).unwrap();
@@ -89,28 +90,35 @@ fn stacks(arch: &str, text: &str) -> Vec<(String, String)> {
 
 #[test]
 fn no_kernel_spills_or_uses_local_memory_but_those_named() {
-    for image in images() {
-        let Image { arch, module, ptx, layouts, .. } = image;
-        let kernels = ptx.matches(".visible .entry ").count();
-        let report = image.report.map_or_else(|| assemble(arch, ptx), str::to_owned);
-        let report = stacks(arch, &report);
-        assert_eq!(report.len(), kernels, "{module} for {arch}");
-        assert_eq!(layouts.len(), kernels, "{module} for {arch}");
-        assert!(kernels > 20, "{module} for {arch} has {kernels} kernels");
-        // A bounds check or a division that can panic costs registers, and could only trap.
-        assert!(!ptx.contains("panicking"), "{module} for {arch} can panic");
-        for (kernel, line) in report {
-            let (level, bytes) = WITHOUT_SETMAXNREG;
-            let of_level = (*arch == level && kernel.starts_with("decode_")).then_some(bytes);
-            let named = SPILLING.iter().find(|(name, _)| *name == kernel).map(|(_, most)| *most);
-            if let Some(most) = of_level.or(named) {
-                let loads = line.split("stores, ").nth(1).and_then(|rest| rest.split(' ').next());
-                let loads: u32 = loads.unwrap().parse().unwrap();
-                assert!(loads <= most, "{kernel} for {arch}: {line}");
-                continue;
-            }
-            assert_eq!(line, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{kernel} for {arch}");
+    // The assembler has one thread.
+    std::thread::scope(|scope| {
+        images().for_each(|image| {
+            scope.spawn(move || spills_are_named(image));
+        });
+    });
+}
+
+fn spills_are_named(image: &Image) {
+    let Image { arch, module, ptx, layouts, .. } = image;
+    let kernels = ptx.matches(".visible .entry ").count();
+    let report = image.report.map_or_else(|| assemble(image), str::to_owned);
+    let report = stacks(arch, &report);
+    assert_eq!(report.len(), kernels, "{module} for {arch}");
+    assert_eq!(layouts.len(), kernels, "{module} for {arch}");
+    assert!(kernels > 20, "{module} for {arch} has {kernels} kernels");
+    // A bounds check or a division that can panic costs registers, and could only trap.
+    assert!(!ptx.contains("panicking"), "{module} for {arch} can panic");
+    for (kernel, line) in report {
+        let (level, bytes) = WITHOUT_SETMAXNREG;
+        let of_level = (*arch == level && kernel.starts_with("decode_")).then_some(bytes);
+        let named = SPILLING.iter().find(|(name, _)| *name == kernel).map(|(_, most)| *most);
+        if let Some(most) = of_level.or(named) {
+            let loads = line.split("stores, ").nth(1).and_then(|rest| rest.split(' ').next());
+            let loads: u32 = loads.unwrap().parse().unwrap();
+            assert!(loads <= most, "{kernel} for {arch}: {line}");
+            continue;
         }
+        assert_eq!(line, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{kernel} for {arch}");
     }
 }
 

@@ -7,7 +7,7 @@ use model::{Checkpoint, Sampling};
 
 #[test]
 fn of_the_demo_model_on_the_cpu() {
-    check_demo(&mut engine(&demo(), DeviceChoice::Cpu, 128), 400).unwrap();
+    check_demo(&mut engine(&demo(), DeviceChoice::Cpu, 128), 300).unwrap();
 }
 
 #[test]
@@ -19,7 +19,7 @@ fn of_a_small_model_on_the_gpu_path() {
     let prompt: Vec<u32> = (0..190).collect();
     let draft = NgramDraft { tokens: 3, max: 3, min: 1, adaptive: false };
     let sampling = Sampling { temperature: 0.2, top_k: 3, ..Sampling::default() };
-    let answers = Answers::new(&mut engine, &prompt, sampling, Some(draft), 80);
+    let answers = Answers::new(&mut engine, &prompt, sampling, Some(draft), 60);
     answers.check(&mut engine).unwrap();
-    assert!(answers.drafts.0 > 33, "{:?}", answers.drafts);
+    assert!(answers.drafts.0 > 24, "{:?}", answers.drafts);
 }
