@@ -1,17 +1,16 @@
 //! A checkpoint's weights in device memory: as bf16, as codes, or packed without loss.
 
+mod random;
 mod staging;
 
-use std::f32::consts::TAU;
 use std::ops::Range;
 
 use cuda_std::Global;
 use gpu_kernels::embedding::Embed;
-use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::Residual;
 use gpu_kernels::step::Rows;
 use half::bf16;
-use model::format::{Code, Codes, e4m3 as numbers};
+use model::format::Codes;
 use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
@@ -19,7 +18,7 @@ use self::staging::{Plan, Staging, rows_together};
 use crate::device::{Buffer, Device, Filling};
 use crate::e4m3::{self, E4m3};
 use crate::kept::{Form, Kept};
-use crate::lossless::{Packed, PackedSize, Sample};
+use crate::lossless::Packed;
 use crate::quantized::{self, Coding, Quantized};
 use crate::stream::{Source, Stream, n_tiles};
 use crate::timed::timed;
@@ -247,115 +246,6 @@ impl DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// Random weights of the shape of `config`, for measuring: normally distributed around 0, as trained ones nearly
-    /// are, with standard deviation 0.02; norms are 1.
-    ///
-    /// # Errors
-    /// Too little memory, or a driver error.
-    pub fn random(config: &Config, device: &Device) -> Result<Self, Error> {
-        Self::random_as(config, device, None)
-    }
-
-    /// The same, the layers' matrices as quantised ones, if so.
-    ///
-    /// # Errors
-    /// As [`random`](Self::random).
-    pub fn random_as(config: &Config, device: &Device, code: Option<Code>) -> Result<Self, Error> {
-        // SplitMix64; a pattern of 32 MiB, from a place of its own for each matrix.
-        const PATTERN: usize = 16 << 20;
-        const SIGMA: f32 = 0.02;
-        // In (0, 1); two make a pair of normally distributed ones (Box and Muller, 1958).
-        let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
-        let pair = |i: usize| {
-            let (radius, angle) = (SIGMA * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
-            [radius * angle.cos(), radius * angle.sin()]
-        };
-        let drawn: Vec<f32> = (0..PATTERN / 2).flat_map(pair).collect();
-        let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(x)).collect();
-        // One scale for all, with which codes reach to some three standard deviations.
-        let quantized = code.map(|code| {
-            let scale = bf16::from_f32(3.0 * SIGMA / if code == Code::Int4 { 8.0 } else { numbers::LARGEST }).to_f32();
-            let value = |x: f32| match code {
-                // There is no negative zero among them.
-                Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
-                Code::E4m3 => numbers::value(numbers::nearest(x / scale)) * scale,
-            };
-            let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
-            (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
-        });
-        let form = match code.map(Coding::rounded) {
-            Some(coding) => Some(Form::Coded(coding)).filter(|_| coding.is_for(device)),
-            None if Kept::packs(device, config) => {
-                // Of each matrix another part of the pattern.
-                let sample = |(number, gemm): (usize, Gemm)| {
-                    let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
-                    Sample::new(n_tiles, k, &pattern[number * rows % (PATTERN - rows)..][..rows])
-                };
-                PackedSize::of_samples(&config.gemms().enumerate().map(sample).collect::<Vec<_>>()).map(Form::Packed)
-            }
-            None => None,
-        };
-        let kept = form.map(|form| Kept::on(device, config, form)).transpose()?;
-        let mut filled = 0;
-        let mut fill = |elements: usize, pattern: &[bf16]| {
-            filled += 1;
-            let mut buffer = device.zeroed(elements)?;
-            buffer.repeat(pattern, filled * 1_234_567 % PATTERN)?;
-            Ok::<_, Error>(buffer)
-        };
-        let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, ..)| pattern);
-        let hidden = config.hidden_size;
-        let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
-        let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let (stream, mut compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
-        for (number, gemm) in config.gemms().enumerate() {
-            let is_head = gemm.matrix == Matrix::Head;
-            let weights = match is_head {
-                true if config.tie_word_embeddings => None,
-                true => Some(fill(gemm.weights(), &pattern)?),
-                false => Some(fill(gemm.weights(), of_layers)?),
-            };
-            let weights = weights.as_ref().unwrap_or(&embed);
-            let up = (gemm.matrix == Matrix::GateUp).then_some(weights.len() / 2);
-            // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
-            unsafe { stream.lay_out(device, number, Source::new(weights, gemm.n, up))? };
-            let (from, shape) = (stream.matrices()[number], [gemm.weight_rows(), gemm.k]);
-            match (&compact, &quantized) {
-                (Compact::Packed(packed), _) => packed.pack(device, number, from)?,
-                (Compact::Quantized(codes), Some((_, scale, zero))) if !is_head => {
-                    let scales = quantized::uniform_scales(codes.coding(), shape, *scale, *zero);
-                    codes.find(device, number, from, &scales)?;
-                }
-                (Compact::E4m3(codes), Some((_, scale, _))) if !is_head => {
-                    codes.find(device, number, from, &e4m3::uniform_scales(shape, *scale))?;
-                }
-                _ => {}
-            }
-        }
-        assert!(compact.finish()?, "a model's weights, normally distributed");
-        let layer = |_| {
-            Ok(DeviceLayer {
-                input_norm: ones(hidden)?,
-                qkv_bias: match config.traits.qkv_bias {
-                    true => Some(fill(config.qkv_size(), &pattern)?),
-                    false => None,
-                },
-                q_norm: ones(config.head_dim)?,
-                k_norm: ones(config.head_dim)?,
-                post_attention_norm: ones(hidden)?,
-            })
-        };
-        Ok(Self {
-            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, Error>>()?,
-            norm: ones(hidden)?,
-            embed,
-            stream,
-            compact,
-        })
-    }
-}
-
-impl DeviceWeights {
     /// The codes of the layers' matrices, if they are kept so and mean bf16.
     pub fn codes(&self) -> Option<&Quantized> {
         if let Compact::Quantized(codes) = &self.compact { Some(codes) } else { None }
@@ -458,6 +348,7 @@ mod tests {
     use model::{Checkpoint, Dtype, OpenOptions};
 
     use super::*;
+    use crate::lossless::PackedSize;
 
     fn upload(checkpoint: &Checkpoint, progress: &mut Progress<'_>) -> Result<DeviceWeights, Error> {
         DeviceWeights::upload(checkpoint, &Device::emulator(0), None, || Ok(()), progress)

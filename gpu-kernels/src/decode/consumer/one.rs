@@ -3,7 +3,8 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{mma, thread, warp};
 
-use super::{Addend, Columns, Consumer, Duty, Output, Part, columns_of, release, sync};
+use super::duty::{Columns, Duty, columns_of, release};
+use super::{Addend, Consumer, Output, Part, sync};
 use crate::decode::{DecodeStep, FACTORS, Mark, Matrix, SCRATCH, WARPS};
 use crate::exchange::{Word, WordKind};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};

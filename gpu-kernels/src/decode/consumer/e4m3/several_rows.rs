@@ -7,7 +7,8 @@
 use cuda_std::{Global, bf16, bulk, shared, thread, warp};
 
 use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
-use crate::decode::consumer::{Addend, Consumer, Part, slot, sync};
+use crate::decode::consumer::some::slot;
+use crate::decode::consumer::{Addend, Consumer, Part, sync};
 use crate::decode::{SCRATCH, SCRATCH_BYTES, WARPS};
 use crate::e4m3::{self, CHUNK_INPUTS, Inputs};
 use crate::linear::N_TILE;

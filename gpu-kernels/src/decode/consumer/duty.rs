@@ -1,0 +1,452 @@
+//! What falls to a consumer warp of a GEMM by fragments in registers: which split-K partial and N-tiles, and its
+//! products, turn by turn.
+
+use core::marker::PhantomData;
+use core::ops::Range;
+
+use cuda_std::{bulk, mma, thread, warp};
+
+use super::Part;
+use crate::decode::{DecodeStep, N_TILES};
+use crate::linear::K_PARTIALS;
+use crate::ring::Ring;
+use crate::weights::{FragmentFormat, WeightFragments};
+
+/// Gives a chunk back, for the whole warp, by the lanes that are told to. TMA must not overwrite what is still being
+/// read: without the fence it did.
+#[inline(always)]
+pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
+    // SAFETY: the caller's word.
+    unsafe {
+        bulk::fence_proxy_async();
+        warp::sync_warp();
+        if arrives {
+            chunk.empty().arrive();
+        }
+    }
+}
+
+/// What falls to a warp: of the GEMMs' [split-K partials](crate::linear#order) the one numbered `k_split`, whose slices
+/// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, deal
+/// N-tiles between them if rows are one tile of 8, or fragments are [costly](FragmentFormat::COSTLY), or else the two
+/// tiles.
+#[derive(Clone, Copy)]
+pub(super) struct Duty<F, const TILES: usize> {
+    pub(super) lane: u32,
+    pub(super) warp_id: u32,
+    format: PhantomData<F>,
+}
+
+/// Where an N-tile's part of a turn lies.
+#[derive(Clone, Copy)]
+struct Tile {
+    stage: Ring,
+    /// Which of the stage's chunks it is.
+    chunk: u32,
+    /// Whether the stage is done with when it has been read.
+    ends: bool,
+}
+
+/// The N-tile that a warp multiplies next, and the one behind it.
+pub(super) struct Ready {
+    weights: WeightFragments,
+    tile: Tile,
+    behind: Tile,
+    /// Whether the stage of the one behind has been seen to be full.
+    is_full: bool,
+}
+
+/// N-tiles of a warp, of a number that is found out as it goes.
+const ANY: usize = 0;
+
+/// A lane's fragments of activations for a split-K partial's instructions of a chunk, `[slice][half of a slice]`: two
+/// instructions' each.
+pub(super) type Columns = [[[u32; 4]; 2]; 2];
+
+/// The `i`-th instruction's.
+#[inline(always)]
+pub(super) const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
+    let words = &columns[i / 4][i / 2 % 2];
+    [words[i % 2 * 2], words[i % 2 * 2 + 1]]
+}
+
+impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
+    /// Whether a split-K partial's warps deal N-tiles.
+    const BY_N_TILES: bool = TILES == 1 || F::COSTLY;
+    /// Tiles of rows of a warp.
+    pub(super) const OWN_TILES: usize = if Self::BY_N_TILES { TILES } else { 1 };
+    /// Most N-tiles of a warp.
+    pub(super) const OWN_N_TILES: usize = if Self::BY_N_TILES { N_TILES as usize / 2 } else { N_TILES as usize };
+    /// Lanes of a warp that give a chunk back: it takes [`WARPS`] arrivals, and if it is a half's alone, only four
+    /// warps read it.
+    const ARRIVALS: u32 = if Self::BY_N_TILES { 2 } else { 1 };
+
+    /// This warp's.
+    #[inline(always)]
+    pub(super) fn new() -> Self {
+        Self {
+            lane: thread::opaque(thread::lane_id()),
+            warp_id: thread::opaque(thread::warp_id()),
+            format: PhantomData,
+        }
+    }
+
+    /// The number of its split-K partial.
+    #[inline(always)]
+    pub(super) const fn k_split(&self) -> u32 {
+        self.warp_id % K_PARTIALS
+    }
+
+    /// The half of the block that it belongs to.
+    #[inline(always)]
+    pub(super) const fn half(&self) -> u32 {
+        self.warp_id / K_PARTIALS
+    }
+
+    /// The first row.
+    #[inline(always)]
+    pub(super) const fn first_row(&self) -> u32 {
+        if Self::BY_N_TILES { 0 } else { 8 * self.half() }
+    }
+
+    /// Its `s`-th N-tile of the block's.
+    #[inline(always)]
+    pub(super) const fn n_tile(&self, s: u32) -> u32 {
+        if Self::BY_N_TILES { 2 * s + self.half() } else { s }
+    }
+
+    /// How many of the block's N-tiles are its.
+    #[inline(always)]
+    pub(super) const fn n_tiles(&self, mine: u32) -> u32 {
+        if Self::BY_N_TILES { (mine + 1 - self.half()) / 2 } else { mine }
+    }
+
+    /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the stage's chunk
+    /// before this one may have been the other half's, for which this warp did not wait. It came: this warp had one of
+    /// the last three chunks, or met the block since, and the producer has no more than 9 under way.
+    #[inline(always)]
+    pub(super) unsafe fn load(&self, p: &DecodeStep, stage: &Ring) -> WeightFragments {
+        // SAFETY: the caller's word.
+        unsafe {
+            stage.wait_likely_full();
+            F::load(p, (stage, 0), self.k_split(), self.lane, |_| {})
+        }
+    }
+
+    /// Whether a stage is done with when its chunk of a turn of `depth` has been read.
+    #[inline(always)]
+    const fn ends_stage(turn: u32, depth: u32) -> bool {
+        F::CHUNKS == 1 || turn % F::CHUNKS + 1 == F::CHUNKS || turn + 1 == depth
+    }
+
+    /// Stages from one turn's first to the next one's.
+    #[inline(always)]
+    const fn stages(turn: u32, part: &Part) -> u32 {
+        if Self::ends_stage(turn, part.depth) { part.mine } else { 0 }
+    }
+
+    /// Its `s`-th N-tile of a turn whose first stage is the ring's next.
+    #[inline(always)]
+    fn tile(&self, part: &Part, (ring, turn): (Ring, u32), s: u32) -> Tile {
+        let ends = Self::ends_stage(turn, part.depth);
+        Tile { stage: ring.ahead(self.n_tile(s)), chunk: turn % F::CHUNKS, ends }
+    }
+
+    /// If fragments are costly, those of the first N-tile of a part, whose first stage is the ring's next:
+    /// [`costly`](Self::costly) has the next ones ready when it multiplies.
+    #[inline(always)]
+    pub(super) unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> Ready {
+        let own = self.n_tiles(part.mine);
+        let tile = self.tile(part, (*ring, 0), 0);
+        let behind = if own > 1 {
+            self.tile(part, (*ring, 0), 1)
+        } else {
+            self.tile(part, (ring.ahead(Self::stages(0, part)), 1), 0)
+        };
+        let mut ready = Ready { weights: [[0; 4]; 8], tile, behind, is_full: false };
+        if F::COSTLY && own > 0 {
+            // SAFETY: the caller's word.
+            unsafe {
+                ready.weights = self.load(p, &tile.stage);
+                self.release_loaded(&tile);
+            }
+        }
+        ready
+    }
+
+    /// Gives a stage back that ends with this N-tile, whose fragments are there, if they were made in the stage.
+    #[inline(always)]
+    unsafe fn release_loaded(&self, tile: &Tile) {
+        if F::IN_PLACE {
+            // SAFETY: the caller's word.
+            unsafe { release(tile.stage, self.lane < Self::ARRIVALS && tile.ends) }
+        }
+    }
+
+    /// Gives a stage back that ends with this N-tile, the `S`-th, which was multiplied, unless that is done.
+    #[inline(always)]
+    unsafe fn release_multiplied<const S: usize>(&self, tile: &Tile, acc: &[[f32; 4]; N_TILES as usize]) {
+        if !F::IN_PLACE {
+            let last = acc[S * Self::OWN_TILES + Self::OWN_TILES - 1];
+            // SAFETY: the caller's word.
+            unsafe { tile.stage.release_behind(last[0], self.lane < Self::ARRIVALS && tile.ends) }
+        }
+    }
+
+    /// Adds the GEMMs of instruction `i` of an N-tile's fragments to the accumulators of its `s`-th N-tile.
+    #[inline(always)]
+    fn multiply(
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        weights: &WeightFragments,
+        columns: &[Columns; TILES],
+        (s, i): (usize, usize),
+    ) {
+        unroll!(T < (Self::OWN_TILES) of 2; {
+            let sum = &mut acc[s * Self::OWN_TILES + T];
+            *sum = mma::m16n8k16_bf16(*sum, weights[i], columns_of(&columns[T], i));
+        });
+    }
+
+    /// Brings the accumulators of the next of `own` N-tiles to the front: after so many times each is where it was.
+    #[inline(always)]
+    fn rotate(acc: &mut [[f32; 4]; N_TILES as usize], own: u32) {
+        unroll!(T < (Self::OWN_TILES) of 2; {
+            let first = acc[T];
+            unroll!(S < 4; {
+                let next = if S < 3 { acc[(S + 1) % 4 * Self::OWN_TILES + T] } else { first };
+                acc[S * Self::OWN_TILES + T] = if S as u32 + 1 == own { first } else { next };
+            });
+        });
+    }
+
+    /// Multiplies the fragments that are ready, of its `S`-th N-tile. Meanwhile those of the one behind it are made;
+    /// behind that comes `next`.
+    #[inline(always)]
+    unsafe fn costly_step<const S: usize>(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        columns: &[Columns; TILES],
+        ready: &mut Ready,
+        next: Tile,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let Ready { weights, tile, behind, is_full } = *ready;
+            if !is_full {
+                behind.stage.wait_likely_full();
+            }
+            let mut is_full = false;
+            ready.weights = F::load(p, (&behind.stage, behind.chunk), self.k_split(), self.lane, |i| {
+                Self::multiply(acc, &weights, columns, (S, i));
+                if i == 4 {
+                    // Asked now, since an answer takes its time.
+                    is_full = next.stage.is_full();
+                }
+            });
+            self.release_multiplied::<S>(&tile, acc);
+            self.release_loaded(&behind);
+            (ready.tile, ready.behind, ready.is_full) = (behind, next, is_full);
+        }
+    }
+
+    /// Multiplies the fragments of the last N-tile of a part.
+    #[inline(always)]
+    unsafe fn costly_end<const S: usize>(
+        &self,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        columns: &[Columns; TILES],
+        ready: &Ready,
+    ) {
+        unroll!(I < 8; {
+            Self::multiply(acc, &ready.weights, columns, (S, I));
+        });
+        // SAFETY: the caller's word.
+        unsafe { self.release_multiplied::<S>(&ready.tile, acc) }
+    }
+
+    /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `ready` is of the first
+    /// turn's first N-tile, and then of the turn behind the last, unless that was the part's last.
+    #[inline(always)]
+    pub(super) unsafe fn costly(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turns): (&mut Ring, &Part, Range<u32>),
+        columns: impl FnMut(u32) -> [Columns; TILES],
+        ready: &mut Ready,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            // The numbers that most shapes have. What depends on one is decided here, and not in each turn.
+            match self.n_tiles(thread::opaque(part.mine)) {
+                1 if F::CHUNKS == 2 => self.costly_stages(p, acc, (ring, part, turns), columns, ready),
+                1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),
+                2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, ready),
+                4 => self.costly_of::<4>(p, acc, (ring, part, turns), columns, ready),
+                _ => self.costly_of::<ANY>(p, acc, (ring, part, turns), columns, ready),
+            }
+        }
+    }
+
+    /// The same of `OWN` N-tiles, or of any number.
+    #[inline(always)]
+    unsafe fn costly_of<const OWN: usize>(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turns): (&mut Ring, &Part, Range<u32>),
+        mut columns: impl FnMut(u32) -> [Columns; TILES],
+        ready: &mut Ready,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let depth = part.depth;
+            let mut turn = turns.start;
+            while turn < turns.end {
+                let columns = columns(turn);
+                let (here, then) = ((*ring, turn), (ring.ahead(Self::stages(turn, part)), turn + 1));
+                if OWN == ANY {
+                    self.costly_turn(p, acc, (part, here, then), &columns, ready);
+                }
+                unroll!(S < OWN of 4; {
+                    let next = if S + 2 < OWN {
+                        self.tile(part, here, S as u32 + 2)
+                    } else if OWN > 1 {
+                        self.tile(part, then, (S + 2 - OWN) as u32)
+                    } else {
+                        self.tile(part, (then.0.ahead(Self::stages(turn + 1, part)), turn + 2), 0)
+                    };
+                    if S + 1 < OWN || turn + 1 < depth {
+                        self.costly_step::<S>(p, acc, &columns, ready, next);
+                    } else {
+                        self.costly_end::<S>(acc, &columns, ready);
+                    }
+                });
+                *ring = then.0;
+                turn += 1;
+            }
+        }
+    }
+
+    /// The same of one N-tile, where a stage has the chunks of two turns: a stage at a time, so that there is less to
+    /// ask, to find out and to give back. `turns` begins with a stage.
+    #[inline(always)]
+    unsafe fn costly_stages(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part, turns): (&mut Ring, &Part, Range<u32>),
+        mut columns: impl FnMut(u32) -> [Columns; TILES],
+        ready: &mut Ready,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let depth = part.depth;
+            let mut turn = turns.start;
+            while turn < turns.end {
+                let first = columns(turn);
+                let stage = ring.ahead(self.n_tile(0));
+                *ring = ring.ahead(part.mine);
+                let next = ring.ahead(self.n_tile(0));
+                ready.tile = Tile { stage, chunk: 0, ends: true };
+                if turn + 1 == depth {
+                    self.costly_end::<0>(acc, &first, ready);
+                    break;
+                }
+                let mut is_full = false;
+                let lower = ready.weights;
+                let upper = F::load(p, (&stage, 1), self.k_split(), self.lane, |i| {
+                    Self::multiply(acc, &lower, &first, (0, i));
+                    if i == 4 {
+                        // Asked now, since an answer takes its time.
+                        is_full = next.is_full();
+                    }
+                });
+                let second = columns(turn + 1);
+                turn += 2;
+                if turn == depth {
+                    ready.weights = upper;
+                    self.costly_end::<0>(acc, &second, ready);
+                    break;
+                }
+                if !is_full {
+                    next.wait_likely_full();
+                }
+                ready.weights = F::load(p, (&next, 0), self.k_split(), self.lane, |i| {
+                    Self::multiply(acc, &upper, &second, (0, i));
+                });
+                self.release_multiplied::<0>(&ready.tile, acc);
+            }
+        }
+    }
+
+    /// A turn of any number of such N-tiles, in one loop.
+    #[inline(always)]
+    unsafe fn costly_turn(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (part, here, then): (&Part, (Ring, u32), (Ring, u32)),
+        columns: &[Columns; TILES],
+        ready: &mut Ready,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let own = self.n_tiles(thread::opaque(part.mine));
+            let last = then.1 == part.depth;
+            let mut s = 0;
+            while s < if last { own.saturating_sub(1) } else { own } {
+                thread::keep_rolled();
+                let next = if s + 2 < own { self.tile(part, here, s + 2) } else { self.tile(part, then, s + 2 - own) };
+                self.costly_step::<0>(p, acc, columns, ready, next);
+                Self::rotate(acc, own);
+                s += 1;
+            }
+            if last && own > 0 {
+                self.costly_end::<0>(acc, columns, ready);
+                Self::rotate(acc, own);
+            }
+        }
+    }
+
+    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
+    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly.
+    #[inline(always)]
+    pub(super) unsafe fn turn(
+        &self,
+        p: &DecodeStep,
+        acc: &mut [[f32; 4]; N_TILES as usize],
+        (ring, part): (&mut Ring, &Part),
+        columns: &[Columns; TILES],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let mine = part.mine;
+            // Found again for each turn: conditions kept over all turns crowd out others.
+            let own = self.n_tiles(thread::opaque(mine));
+            // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
+            unroll!(P < (2 * TILES) of 4; {
+                let s = 2 * P;
+                let chunk = ring.ahead(self.n_tile(s as u32));
+                if s as u32 + 1 < own {
+                    let next = ring.ahead(self.n_tile(s as u32 + 1));
+                    let (low, high) = (self.load(p, &chunk), self.load(p, &next));
+                    release(if self.lane < Self::ARRIVALS { chunk } else { next }, self.lane < 2 * Self::ARRIVALS);
+                    unroll!(I < 8; {
+                        let b = columns_of(&columns[0], I);
+                        acc[s] = mma::m16n8k16_bf16(acc[s], low[I], b);
+                        acc[s + 1] = mma::m16n8k16_bf16(acc[s + 1], high[I], b);
+                    });
+                } else if (s as u32) < own {
+                    let a = self.load(p, &chunk);
+                    release(chunk, self.lane < Self::ARRIVALS);
+                    unroll!(I < 8; {
+                        acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(&columns[0], I));
+                    });
+                }
+            });
+            *ring = ring.ahead(mine);
+        }
+    }
+}

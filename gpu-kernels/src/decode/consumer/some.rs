@@ -1,0 +1,218 @@
+//! Products of a step of several rows, whose input is in memory.
+
+use cuda_std::{shared, thread};
+
+use super::duty::{Columns, Duty};
+use super::{Addend, Consumer, Part, sync};
+use crate::decode::{CHUNK_FEATURES, FACTORS, N_TILES, SCRATCH, WARPS};
+use crate::linear::{K_PARTIALS, N_TILE, SLICE};
+use crate::norm::Norm;
+use crate::weights::FragmentFormat;
+
+/// Where a partial sum lies among a split-K partial's `[row][feature]`: such that neither the stores of a tensor core's
+/// layout nor the loads of whole rows meet a bank of shared memory twice.
+#[inline(always)]
+pub(super) const fn slot(row: u32, feature: u32) -> u32 {
+    (row ^ (row >> 1 & 1)) * N_TILE + (feature ^ ((row >> 2 & 1) * 8))
+}
+
+impl<const ROWS: u8> Consumer<'_, ROWS> {
+    /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
+    /// of them are added to.
+    #[inline(always)]
+    pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize, const GROUP: usize>(
+        &mut self,
+        mut part: Part,
+        mut old: [Addend; 2],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let matrix = part.matrix;
+            // What follows from these is found again for each matrix, not kept over all layers in registers.
+            let duty = Duty::<F, TILES>::new();
+            let Duty { lane, warp_id, .. } = duty;
+            let (g, t) = (lane / 4, lane % 4);
+            let scale = F::scale(self.p, part.index);
+            cuda_std::assume(self.count > 0);
+            let (n_tiles, k) = self.p.shape(matrix);
+            cuda_std::assume(k > 0);
+            let (x, norm) = self.input(matrix);
+            let count = self.count;
+            let first_feature = duty.k_split() * SLICE + t * 8;
+            // Columns without a row compute the last row again, which nobody reads.
+            let mut first_of_row = [0; TILES];
+            unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                first_of_row[T] = (duty.first_row() + 8 * T as u32 + g).min(count - 1) * k;
+            });
+            // This warp's slices of its rows in a group of turns. Beyond the end of a row the weights are zero, and any
+            // of its elements will do: there is no condition on a load.
+            let fetch = |turn: u32| {
+                let mut b: [[Columns; TILES]; GROUP] = [[[[[0; 4]; 2]; 2]; TILES]; GROUP];
+                unroll!(A < GROUP of 4; {
+                    unroll!(C < 2; {
+                        let feature = (turn + A as u32) * CHUNK_FEATURES + C as u32 * (K_PARTIALS * SLICE) + first_feature;
+                        let feature = if feature < k { feature } else { t * 8 };
+                        unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                            let x = x.at((first_of_row[T] + feature) as usize);
+                            b[A][T][C] = [x.load16(0), x.load16(32)];
+                        });
+                    });
+                });
+                b
+            };
+            let mut ring = self.ring;
+            loop {
+                let mut b = fetch(0);
+                let mut acc = [[0f32; 4]; N_TILES as usize];
+                let normed = part.first_n_tile == 0 && !norm.squares.is_null() && warp_id < count;
+                let mut squares = [0f32; TILES];
+                if normed {
+                    let mut rows = [0; TILES];
+                    unroll!(T < TILES of 2; {
+                        rows[T] = (warp_id + T as u32 * WARPS).min(count - 1);
+                    });
+                    squares = norm.lane_squares(rows);
+                }
+                let mut turn = 0;
+                if F::COSTLY {
+                    let mut ready = duty.begin(self.p, &ring, &part);
+                    let columns = |turn: u32| {
+                        let next = fetch(turn + 1);
+                        if normed && turn == 1 {
+                            self.put_factors(norm, squares, lane, warp_id);
+                        }
+                        core::mem::replace(&mut b, next)[0]
+                    };
+                    turn = part.depth;
+                    duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut ready);
+                    if normed && turn == 1 {
+                        self.put_factors(norm, squares, lane, warp_id);
+                    }
+                }
+                while turn < part.depth {
+                    // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in
+                    // groups.
+                    let next = fetch(turn + GROUP as u32);
+                    unroll!(A < GROUP of 4; {
+                        let turn = turn + A as u32;
+                        if turn < part.depth {
+                            duty.turn(self.p, &mut acc, (&mut ring, &part), &b[A]);
+                        }
+                    });
+                    if normed && turn == 0 {
+                        self.put_factors(norm, squares, lane, warp_id);
+                    }
+                    b = next;
+                    turn += GROUP as u32;
+                }
+                self.epilogue::<F, TILES>(&acc, &part, scale, old);
+                if part.end == n_tiles {
+                    break;
+                }
+                part = self.part::<F>(part.index, part.end);
+                old = self.first_addends(&part);
+            }
+            self.ring = ring;
+        }
+    }
+
+    /// Puts a warp's rows' norm factors where all find them after they next meet.
+    #[inline(always)]
+    pub(super) unsafe fn put_factors<const TILES: usize>(
+        &self,
+        norm: Norm,
+        squares: [f32; TILES],
+        lane: u32,
+        warp_id: u32,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            unroll!(T < TILES of 2; {
+                let (row, factor) = (warp_id + T as u32 * WARPS, norm.inverse_rms_of(squares[T]));
+                if lane == 0 && row < self.count {
+                    shared::dynamic::<f32>(FACTORS).store(row as usize, factor);
+                }
+            });
+        }
+    }
+
+    /// Adds the split-K partials' sums, and puts them where they belong.
+    #[inline(always)]
+    unsafe fn epilogue<F: FragmentFormat, const TILES: usize>(
+        &self,
+        acc: &[[f32; 4]; N_TILES as usize],
+        part: &Part,
+        scale: f32,
+        ahead: [Addend; 2],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if part.mine == 0 {
+                return;
+            }
+            // Found again: kept from before the GEMM, addresses would crowd out accumulators.
+            let duty = Duty::<F, TILES>::new();
+            let lane = duty.lane;
+            let (g, t) = (lane / 4, lane % 4);
+            // `[n_tile][k_partial][row][feature]`
+            let partial = shared::dynamic::<f32>(SCRATCH);
+            let k_partial_words = TILES as u32 * 8 * N_TILE;
+            unroll!(S < (Duty::<F, TILES>::OWN_N_TILES) of 8; {
+                if (S as u32) < duty.n_tiles(part.mine) {
+                    let to = partial.at(((duty.n_tile(S as u32) * K_PARTIALS + duty.k_split()) * k_partial_words) as usize);
+                    unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                        unroll!(E < 4; {
+                            let row = duty.first_row() + 8 * T as u32 + 2 * t + E as u32 % 2;
+                            if row < self.count {
+                                let sum = acc[S * Duty::<F, TILES>::OWN_TILES + T][E];
+                                to.store(slot(row, g + E as u32 / 2 * 8) as usize, sum);
+                            }
+                        });
+                    });
+                }
+            });
+            self.put_sums::<{ K_PARTIALS as usize }>(part, k_partial_words, scale, ahead);
+        }
+    }
+
+    /// Adds `PARTIALS` sums of each output, whose rows and features lie in [`slot`]s of so many words, and puts them
+    /// where they belong.
+    #[inline(always)]
+    pub(super) unsafe fn put_sums<const PARTIALS: usize>(
+        &self,
+        part: &Part,
+        words: u32,
+        scale: f32,
+        ahead: [Addend; 2],
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let partial = shared::dynamic::<f32>(SCRATCH);
+            let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
+            let outputs = self.outputs(part);
+            let within = !(!0 << outputs.width_log2);
+            let mut e = warp_id * 32 + lane;
+            let mut output = outputs.at(e);
+            let mut old = ahead[0];
+            sync();
+            // A warp stays together: it holds two N-tiles of the residual.
+            while e - lane < outputs.total {
+                let sum = |feature: u32| {
+                    let from =
+                        partial.at((output.n_tile * PARTIALS as u32 * words + slot(output.row, feature)) as usize);
+                    let mut sum = 0.0;
+                    unroll!(C < PARTIALS of 4; {
+                        sum += from.load(C * words as usize);
+                    });
+                    sum * scale
+                };
+                let feature = output.feature & within;
+                self.put::<false>(part, &output, sum(feature), old, || sum(feature + 8));
+                e += WARPS * 32;
+                output = outputs.at(e);
+                old = if e < 2 * WARPS * 32 { ahead[1] } else { self.addend::<false>(part, &output) };
+            }
+            sync();
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Passes over many rows of prompts, and the head over those that are picked.
+
+use cuda_std::Global;
+use gpu_kernels::batch::{self, PickRows};
+use gpu_kernels::step::Rows;
+
+use super::{Forward, RowOutput};
+use crate::Error;
+use crate::prefill::{Prefill, PrefillInputs, Results};
+use crate::timed::timed;
+
+impl Forward {
+    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn prepare_prefill(&mut self) -> Result<(), Error> {
+        self.prepare_prefill_of(self.room.context)
+    }
+
+    /// The same, for up to `rows` rows at a time.
+    ///
+    /// # Errors
+    /// Too little memory, or a driver error.
+    pub fn prepare_prefill_of(&mut self, rows: usize) -> Result<(), Error> {
+        if self.device.capabilities().has_gemms() {
+            let in_e4m3 = self.weights.e4m3().is_some();
+            let prefill = || Prefill::new(&self.device, &self.config, &self.cache, rows, in_e4m3);
+            self.prefill = Some(timed("memory for passes over prompts", prefill)?);
+        }
+        Ok(())
+    }
+
+    /// The pass over many rows of a prompt, if it was prepared: every row of a prompt goes through it then.
+    pub fn prefill(&self) -> Option<&Prefill> {
+        self.prefill.as_ref()
+    }
+
+    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s
+    /// rows hold by then. Only the rows that `logits` names may be asked for theirs.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If it was not prepared, or there is no room for such rows: a bug of the caller.
+    pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
+        self.check_room(0, start + count);
+        output.check(count);
+        let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
+        let Self { device, config, weights, cache, cos, sin, prefill, states, .. } = self;
+        let states = states.as_ref();
+        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states };
+        // SAFETY: every part is of self; sequence 0 has pages for so many positions.
+        unsafe { prefill.as_mut().expect("prepared").enqueue(&parts, start, count, output) }
+    }
+
+    /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
+    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many. Only
+    /// rows from `results` on may be [picked](Self::enqueue_picked).
+    ///
+    /// # Safety
+    /// When they run, `rows` are lists of `count` rows: of sequences that there is [room](Self::room) for, at positions
+    /// below the context. So many `tiles` are there too, each within the rows, and those from `results` on hold its
+    /// rows. All lists live until the device is done.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If it was not prepared, or has no room for so many rows: a bug of the caller.
+    pub unsafe fn enqueue_prefill_rows(
+        &self,
+        rows: Rows,
+        count: usize,
+        tiles: (Global<u32>, usize),
+        results: Results,
+    ) -> Result<(), Error> {
+        let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
+        let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
+        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states: None };
+        // SAFETY: every part is of self; the caller's word for the lists.
+        unsafe { prefill.as_ref().expect("prepared").enqueue_rows(&parts, rows, count, tiles, results) }
+    }
+
+    /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of
+    /// [`logits`](Self::logits) is the first. `rows` has their number by then, and nothing else.
+    ///
+    /// # Safety
+    /// When it runs, `picks` lists `count` rows of the last prefill, and `rows` has their number. Both live until the
+    /// device is done.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there was no prefill, or there is no room for so many logits: a bug of the caller.
+    pub unsafe fn enqueue_picked(&self, picks: Global<u32>, rows: Rows, count: u32) -> Result<(), Error> {
+        // SAFETY: the caller's word.
+        unsafe { self.enqueue_picks(picks, 0, rows, count) }
+    }
+
+    /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of
+    /// [`logits`](Self::logits) is the first. [`rows`](Self::rows) hold the same rows by then.
+    ///
+    /// # Errors
+    /// A refused launch.
+    ///
+    /// # Panics
+    /// If there was none, or none has so many rows, or there is no room for so many logits: a bug of the caller.
+    pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
+        let most = self.prefill().expect("prepared").capacity();
+        assert!(first + count as usize <= most, "{count} rows from {first} on, of {most}");
+        // SAFETY: there are such rows, and the lists are of self.
+        unsafe { self.enqueue_picks(Global::default(), first as u32, self.rows(), count) }
+    }
+
+    /// Enqueues the logits of `count` rows of the last prefill: of a list, or from the `first` on.
+    ///
+    /// # Safety
+    /// As [`enqueue_picked`](Self::enqueue_picked); where there is no list, the prefill has so many rows.
+    unsafe fn enqueue_picks(&self, picks: Global<u32>, first: u32, rows: Rows, count: u32) -> Result<(), Error> {
+        self.check_room(count as usize, 0);
+        let (scaled, squares) = self.prefill().expect("prepared").result();
+        let pick = PickRows { rows: picks, first, scaled, squares, to: self.residual() };
+        // SAFETY: buffers of self with room for so many rows; the picks are rows of the pass.
+        unsafe {
+            self.device.launch::<batch::pick_rows>((1, count), 0, pick)?;
+            self.launch_linear(self.config.head().epilogue, count, self.head(rows, self.scaled.ptr(), self.norm()))
+        }
+    }
+}

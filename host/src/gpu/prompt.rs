@@ -1,0 +1,97 @@
+//! How a prompt is read: in passes or chunks, with the drafter behind it.
+
+use gpu_kernels::step::{self, MAX_ROWS, PlanPrompt, Rows};
+
+use super::{Gpu, TOLD_AFTER};
+use crate::Error;
+use crate::backend::PromptProgress;
+use crate::forward::RowOutput;
+use crate::prefill::Prefill;
+
+impl Gpu {
+    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk the
+    /// device is waited for now and then, so that `progress` is told what is done.
+    pub(super) fn enqueue_prompt(
+        &mut self,
+        start: usize,
+        prompt: &[u32],
+        progress: &mut PromptProgress<'_>,
+    ) -> Result<(), Error> {
+        let prompt_len = prompt.len();
+        let mut told = start;
+        let chunk = self.forward.prefill().map_or(MAX_ROWS as usize, Prefill::capacity);
+        let mut at = start;
+        while at < prompt_len {
+            let count = (prompt_len - at).min(chunk);
+            let last = at + count == prompt_len;
+            let output = match last {
+                // Then the last layer makes its outputs for all rows.
+                _ if self.forward.wants_last_layer() => RowOutput::LogitsFrom(0),
+                true => RowOutput::LogitsFrom(count as u32 - 1),
+                false => RowOutput::None,
+            };
+            if self.forward.prefill().is_some() {
+                self.enqueue_prefill(at, count, output)?;
+                self.read_along(prompt, at, count)?;
+                if last {
+                    self.enqueue_head(at, count - 1, 1)?;
+                    self.enqueue_choice(1, 0, false, prompt_len)?;
+                }
+            } else {
+                self.enqueue_chunk(at, count, output)?;
+                self.read_along(prompt, at, count)?;
+                if last {
+                    self.enqueue_choice(count as u32, count as u32 - 1, false, prompt_len)?;
+                }
+            }
+            at += count;
+            self.cached.extend_from_slice(&prompt[self.cached.len()..at]);
+            self.prompted = at;
+            if !last && at - told >= TOLD_AFTER {
+                told = at;
+                self.forward.device().synchronize()?;
+                if progress(at - start, prompt_len - start).is_break() {
+                    return Err(Error::Interrupted);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Has a head read what a pass over the prompt has left for it, if one drafts.
+    fn read_along(&mut self, prompt: &[u32], at: usize, count: usize) -> Result<(), Error> {
+        let state = self.state();
+        match (&mut self.model, self.forward.states()) {
+            (Some(head), Some(states)) => head.read_along(state, states, prompt, at, count),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes `count` tokens of the history the `rows` of a pass.
+    fn plan(&self, rows: Rows, at: usize, count: usize) -> Result<(), Error> {
+        let plan = PlanPrompt { rows, state: self.state(), start: at as u32, count: count as u32 };
+        // SAFETY: the history holds the prompt, and callers' rows have room.
+        unsafe { self.forward.device().launch::<step::plan_prompt>(1, 0, plan) }
+    }
+
+    /// Enqueues a pass over at most [`MAX_ROWS`] tokens of the history.
+    pub(super) fn enqueue_chunk(&self, at: usize, count: usize, output: RowOutput) -> Result<(), Error> {
+        self.plan(self.forward.rows(), at, count)?;
+        self.forward.enqueue(count as u32, (at + count) as u32, output)
+    }
+
+    /// Enqueues a pass over up to [`Prefill::capacity`] tokens of the history.
+    pub(super) fn enqueue_prefill(&mut self, at: usize, count: usize, output: RowOutput) -> Result<(), Error> {
+        if let Some(prefill) = self.forward.prefill() {
+            self.plan(prefill.rows(), at, count)?;
+        }
+        self.forward.enqueue_prefill(at, count, output)
+    }
+
+    /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row
+    /// `first` on.
+    pub(super) fn enqueue_head(&self, at: usize, first: usize, count: usize) -> Result<(), Error> {
+        self.plan(self.forward.rows(), at + first, count)?;
+        self.forward.enqueue_head(first, count as u32)
+    }
+}
