@@ -1,6 +1,6 @@
 //! What the consumers do with the chunks: a step's GEMMs and attention in their order, and the grid barriers between
-//! them. GEMMs are those of [one row](one), of [several](some), and of both in [e4m3]; a warp's part of the first two is
-//! its [duty].
+//! them. GEMMs are those of [one row](one), of [several](some), and of both in [e4m3]; a warp's part of the first two
+//! is its [duty].
 
 mod duty;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
