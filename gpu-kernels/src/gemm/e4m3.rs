@@ -21,8 +21,7 @@ use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, bulk, kernel, math, tensor, thread, warp};
 
 use super::epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected};
-use super::main_loop::free;
-use super::{BOX_BYTES, DEPTH, Gemm, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, gemm_of, wait};
+use super::{BOX_BYTES, DEPTH, Gemm, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, free, gemm_of, wait};
 use super::{GROUP_ROWS, THREADS, TILE_ROWS};
 use crate::e4m3::GROUP;
 use crate::linear::N_TILE;
