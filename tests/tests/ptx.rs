@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use host::device::{IMAGES, Image, MAIN};
+use rayon::prelude::*;
 
 /// Every module: host's, and that of the benchmarks.
 fn images() -> impl Iterator<Item = &'static Image> {
@@ -91,11 +92,7 @@ fn stacks(arch: &str, text: &str) -> Vec<(String, String)> {
 #[test]
 fn no_kernel_spills_or_uses_local_memory_but_those_named() {
     // The assembler has one thread.
-    std::thread::scope(|scope| {
-        images().for_each(|image| {
-            scope.spawn(move || spills_are_named(image));
-        });
-    });
+    images().par_bridge().for_each(spills_are_named);
 }
 
 fn spills_are_named(image: &Image) {
