@@ -198,6 +198,7 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
         heads: Default::default(),
         residual: Default::default(),
         next_norm: Default::default(),
+        codes: Default::default(),
         first_row: 0,
         m: m as u32,
         first_feature: 0,

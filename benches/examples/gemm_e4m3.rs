@@ -79,6 +79,7 @@ impl Case {
             heads: Default::default(),
             residual: Residual::default(),
             next_norm: Default::default(),
+            codes: Default::default(),
             first_row: 0,
             m,
             first_feature: 0,

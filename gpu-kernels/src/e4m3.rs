@@ -10,6 +10,8 @@
 
 use cuda_std::{Global, GlobalMut, bf16, math};
 
+use crate::linear::slot;
+use crate::norm::lane_element;
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::SLICES;
 
@@ -64,6 +66,37 @@ impl Inputs {
     pub const CHUNK_SCALES: u32 = MAX_DECODE_ROWS * SLICES;
 }
 
+/// Codes of rows of activations, where GEMMs of many rows find them. Plain data; a part of parameter blocks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
+pub struct CodedRows {
+    /// `[x_rows, k]`, 16-byte aligned: each row in the order of [`slot`](crate::linear::slot), as
+    /// [`e4m3`](crate::e4m3) says.
+    pub codes: GlobalMut<u8>,
+    /// `[groups, x_rows]`: of groups beyond `k` zeros.
+    pub scales: GlobalMut<f32>,
+    /// Rows that there is room for: whole tiles.
+    pub x_rows: u32,
+}
+
+impl CodedRows {
+    /// Where a lane's four codes of the group of `row` that begins at `first` go, of rows as long as the residual
+    /// stream's: of elements as [`lane_element`](crate::norm::lane_element) says.
+    #[inline(always)]
+    pub(crate) unsafe fn of_lane(&self, dim: u32, row: u32, first: u32, lane: u32) -> GlobalMut<u32> {
+        let at = row as usize * dim as usize + slot(first + lane_element(lane)) as usize;
+        // SAFETY: the caller's word.
+        unsafe { self.codes.at(at).cast() }
+    }
+
+    /// Stores the scale of the group of `row` that begins at `first`, if `condition`.
+    #[inline(always)]
+    pub(crate) unsafe fn put_scale_if(&self, condition: bool, row: u32, first: u32, scale: f32) {
+        // SAFETY: the caller's word.
+        unsafe { self.scales.store_if(condition, (first / GROUP * self.x_rows + row) as usize, scale) }
+    }
+}
+
 /// Groups of so many inputs: an even number, of which the last may be zeros with scale zero.
 #[inline(always)]
 #[must_use]
@@ -98,14 +131,30 @@ pub fn largest(pairs: &[u32; 8]) -> f32 {
     largest
 }
 
+/// Of four bf16, in pairs, the bits of the largest magnitude: as of numbers, the larger are larger.
+#[inline(always)]
+#[must_use]
+pub fn largest_bits(pairs: [u32; 2]) -> u32 {
+    let [a, b] = pairs.map(|pair| pair & 0x7fff_7fff);
+    let low = (a << 16).max(b << 16);
+    low.max((a & 0xffff_0000).max(b & 0xffff_0000))
+}
+
+/// The codes of four bf16, in pairs, in their order: `inverse` is as for [`codes`].
+#[inline(always)]
+#[must_use]
+pub fn codes_of_four(pairs: [u32; 2], inverse: f32) -> u32 {
+    let [[a, b], [c, d]] = pairs.map(math::unpack_bf16);
+    math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse])
+}
+
 /// The codes of sixteen bf16, in pairs, in their order: `inverse` is the second of their group's [`scale_of`].
 #[inline(always)]
 #[must_use]
 pub fn codes(pairs: &[u32; 8], inverse: f32) -> [u32; 4] {
     let mut codes = [0; 4];
     unroll!(I < 4; {
-        let [[a, b], [c, d]] = [0, 1].map(|i| math::unpack_bf16(pairs[2 * I + i]));
-        codes[I] = math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse]);
+        codes[I] = codes_of_four([pairs[2 * I], pairs[2 * I + 1]], inverse);
     });
     codes
 }

@@ -3,7 +3,7 @@
 use cuda_std::{Global, bf16, kernel, math, thread};
 
 use crate::linear::place_of;
-use crate::norm::{Residual, SPAN, lane_element, lane_weights};
+use crate::norm::{Residual, SPAN, lane_element, lane_weights, scaled_lane};
 use crate::step::Rows;
 
 /// Parameters of [`embed`] and [`embed_spans`]. Grid: (1, rows).
@@ -50,7 +50,9 @@ pub unsafe fn embed_spans(p: Embed) {
                 let pairs = source.at(first as usize).cast::<u32>();
                 let [low, high] = [0, 4].map(|i| math::unpack_bf16(pairs.load_nc(i)));
                 let weights = lane_weights(p.norm, first, lane);
-                let square = p.residual.put_lane(row, first, lane, [low[0], low[1], high[0], high[1]], weights);
+                let x = [low[0], low[1], high[0], high[1]];
+                let square = p.residual.put_lane(row, first, lane, x);
+                p.residual.scaled_of_lane(row, first, lane).store(0, scaled_lane(x, weights));
                 p.residual.put_sums(row, first, lane, square);
                 first += 8 * SPAN;
             }

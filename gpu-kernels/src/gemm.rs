@@ -69,6 +69,8 @@
 //!    the tensor cores.
 //! 2. This.
 
+use core::marker::PhantomData;
+
 use cuda_std::bulk;
 use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
@@ -76,6 +78,7 @@ use cuda_std::tensor::{self, TensorMap};
 use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, thread, warp};
 
+use crate::e4m3::CodedRows;
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
@@ -107,7 +110,8 @@ pub mod epilogue;
 
 pub use crate::e4m3::GROUP as SCALED_INPUTS;
 pub use beside::Beside;
-pub use e4m3::{E4m3, GemmE4m3, gemm_add_e4m3, gemm_e4m3, gemm_qkv_e4m3, gemm_swiglu_e4m3, gemm_write_e4m3};
+pub use e4m3::{E4m3, GemmE4m3, gemm_add_e4m3, gemm_e4m3, gemm_qkv_e4m3};
+pub use e4m3::{gemm_swiglu_coded_e4m3, gemm_swiglu_e4m3, gemm_write_e4m3};
 
 use epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected, features};
 
@@ -141,7 +145,7 @@ pub struct Gemm {
     /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu`, in the order of [`slot`](crate::linear::slot),
     /// and `plain`.
     pub out: Global<TensorMap>,
-    /// `write` alone: `[rows, n]`.
+    /// `write` alone: `[rows, n]`, whole tiles of rows.
     pub y: GlobalMut<f32>,
     /// What each row has yet to be divided by, if anything: `qkv`, `write` and `swiglu`. Its squares are sums over
     /// [`SPAN`] elements, as [`Residual::spans`] has them.
@@ -155,6 +159,9 @@ pub struct Gemm {
     pub residual: Residual,
     /// `[n]` the weight of the norm that comes next: `add` alone.
     pub next_norm: Global<bf16>,
+    /// Where `add` of e4m3 puts the norm's input as codes, and `swiglu_coded` its activation, `n` of a row; with `add`
+    /// null where it is wanted in bf16.
+    pub codes: CodedRows,
     /// Rows from here on are computed: a multiple of [`TILE_ROWS`].
     pub first_row: u32,
     /// Up to here.
@@ -249,6 +256,38 @@ impl Iterator for Tiles {
         let place = [block % self.together[0], block % together / self.together[0]];
         let at = |i: usize, tile: u32| self.first[i] + place[i] * self.apart[i] + tile * self.size[i];
         Some((at(0, row), at(1, column)))
+    }
+}
+
+/// Tiles in the order of a block's work: of those that it takes side by side one after another.
+struct InOrder<E> {
+    tiles: Tiles,
+    /// What comes next of those.
+    second: Option<(u32, u32)>,
+    epilogue: PhantomData<E>,
+}
+
+impl<E: Epilogue> InOrder<E> {
+    #[inline(always)]
+    const fn new(tiles: Tiles) -> Self {
+        Self { tiles, second: None, epilogue: PhantomData }
+    }
+}
+
+impl<E: Epilogue> Iterator for InOrder<E> {
+    type Item = (u32, u32);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<(u32, u32)> {
+        if !E::IN_PAIRS {
+            return self.tiles.next();
+        }
+        if let Some(second) = self.second.take() {
+            return Some(second);
+        }
+        let (row, column) = self.tiles.next()?;
+        self.second = Some((row, column + self.tiles.size[1] / 2));
+        Some((row, column))
     }
 }
 
@@ -385,7 +424,7 @@ unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
         if DOWN * ACROSS > 1 {
             p.beside.go_on();
         }
-        for (row, column) in tiles {
+        for (row, column) in InOrder::<E>::new(tiles) {
             let weights = weights_of(column);
             let (mut step, mut slice) = (0, 0);
             while step < slices {
@@ -764,7 +803,10 @@ unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
             first: [p.first_row, p.first_feature],
             end: [p.m, p.n],
             apart: [TILE_ROWS, if N == 192 { WEIGHT_ROWS } else { features::<E>(N) }],
-            size: [DOWN * TILE_ROWS, if N == 192 { 384 } else { ACROSS * features::<E>(N) }],
+            size: [
+                DOWN * TILE_ROWS,
+                if N == 192 { 384 } else { ACROSS * features::<E>(N) * if E::IN_PAIRS { 2 } else { 1 } },
+            ],
         };
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();

@@ -94,6 +94,13 @@ pub(crate) unsafe fn lane_weights(norm: Global<bf16>, first: u32, lane: u32) -> 
     [0, 4].map(|i| unsafe { pairs.load_nc(i) })
 }
 
+/// A lane's four elements times their `weights` in the norm to come, which are [these](lane_weights): in pairs of bf16.
+#[inline(always)]
+pub(crate) fn scaled_lane(x: [f32; 4], weights: [u32; 2]) -> [u32; 2] {
+    let [w0, w1] = weights.map(math::unpack_bf16);
+    [math::pack_bf16(x[0] * w0[0], x[1] * w0[1]), math::pack_bf16(x[2] * w1[0], x[3] * w1[1])]
+}
+
 impl Residual {
     /// The lane's four elements of the span of `row` that begins at `first`.
     #[inline(always)]
@@ -106,22 +113,24 @@ impl Residual {
         }
     }
 
-    /// Writes the lane's four elements of the span of `row` that begins at `first`, scaled ones in the order of
-    /// [`slot`](crate::linear::slot), whose `weights` in the norm to come are [these](lane_weights). Returns the sum of
-    /// their squares.
+    /// Writes the lane's four elements of the span of `row` that begins at `first`. Returns the sum of their squares.
     #[inline(always)]
-    pub(crate) unsafe fn put_lane(&self, row: u32, first: u32, lane: u32, x: [f32; 4], weights: [u32; 2]) -> f32 {
+    pub(crate) unsafe fn put_lane(&self, row: u32, first: u32, lane: u32, x: [f32; 4]) -> f32 {
         // SAFETY: the caller's word.
         unsafe {
-            let (at, own) = (row as usize * self.dim as usize, first + lane_element(lane));
-            let to = self.x.at(at + own as usize).cast();
+            let to = self.x.at(row as usize * self.dim as usize + (first + lane_element(lane)) as usize).cast();
             to.store(0, [x[0], x[1]]);
             to.store(4, [x[2], x[3]]);
-            let [w0, w1] = weights.map(math::unpack_bf16);
-            let words = [math::pack_bf16(x[0] * w0[0], x[1] * w0[1]), math::pack_bf16(x[2] * w1[0], x[3] * w1[1])];
-            self.scaled.at(at + slot(own) as usize).cast::<[u32; 2]>().store(0, words);
-            (x[0] * x[0] + x[2] * x[2]) + (x[1] * x[1] + x[3] * x[3])
         }
+        (x[0] * x[0] + x[2] * x[2]) + (x[1] * x[1] + x[3] * x[3])
+    }
+
+    /// Where [scaled](scaled_lane) ones of these go: in the order of [`slot`](crate::linear::slot).
+    #[inline(always)]
+    pub(crate) unsafe fn scaled_of_lane(&self, row: u32, first: u32, lane: u32) -> GlobalMut<[u32; 2]> {
+        let at = row as usize * self.dim as usize + slot(first + lane_element(lane)) as usize;
+        // SAFETY: the caller's word.
+        unsafe { self.scaled.at(at).cast() }
     }
 
     /// Stores the sum of squares of an N-tile: `element` is one of its.

@@ -33,6 +33,7 @@ use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Columns, Operand};
 use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, math, thread, warp};
 
+use crate::e4m3::{self, CodedRows};
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::quad;
 
@@ -103,6 +104,8 @@ pub struct PrefillAttention {
     pub cache: Cache,
     /// `[rows, q_heads · 128]`, each row in the order of [`slot`](crate::linear::slot).
     pub out: GlobalMut<bf16>,
+    /// Where that goes as codes instead, of a model whose GEMMs are of e4m3: a head is a group.
+    pub codes: CodedRows,
     /// Query heads.
     pub q_heads: u32,
     /// What scores are multiplied by: 1 / √128.
@@ -349,6 +352,21 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
     }
 }
 
+/// What the lane has of a quarter of the outputs of one of its rows, four pairs of bf16: in the order of
+/// [`slot`](crate::linear::slot) they lie side by side.
+macro_rules! quarter_words {
+    ($quarter:expr, $row:expr) => {{
+        let mut words = [0; 4];
+        unroll!(T < 4; {
+            words[T] = math::pack_bf16(
+                wgmma::get::<{ 64 + 16 * $quarter + 4 * T + 2 * $row }>(),
+                wgmma::get::<{ 65 + 16 * $quarter + 4 * T + 2 * $row }>(),
+            );
+        });
+        words
+    }};
+}
+
 /// A warpgroup's rows.
 #[inline(always)]
 unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
@@ -403,40 +421,56 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         begin_outputs(values.stage_buffer(), blocks > 1);
         wgmma::wait::<0>();
 
-        // Through shared memory, where the warpgroup's queries were, so that stores are whole lines.
         let norm = running.norm.map(|own| {
             let pairs = own + warp::shuffle_xor(own, 1);
             pairs + warp::shuffle_xor(pairs, 2)
         });
         scale_outputs(norm.map(|norm| 1.0 / norm));
-        // In the order of `slot`, where a lane's four pairs of dimensions of every 32 lie side by side.
-        unroll!(B < 4; {
-            unroll!(R < 2; {
-                let mut words = [0; 4];
-                unroll!(T < 4; {
-                    words[T] = math::pack_bf16(
-                        wgmma::get::<{ 64 + 16 * B + 4 * T + 2 * R }>(),
-                        wgmma::get::<{ 65 + 16 * B + 4 * T + 2 * R }>(),
-                    );
+        // Rows go through shared memory, where the warpgroup's queries were, so that stores are whole lines.
+        let row_len = (p.q_heads * HEAD_DIM) as usize;
+        if p.codes.codes.is_null() {
+            unroll!(B < 4; {
+                unroll!(R < 2; {
+                    let offset = swizzled((row + 8 * R as u32) * ROW_BYTES + (B as u32 % 2 * 4 + lane % 4) * 16);
+                    own.at((offset + B as u32 / 2 * (QUERY_BYTES / 2)) as usize).store16(0, quarter_words!(B, R));
                 });
-                let offset = swizzled((row + 8 * R as u32) * ROW_BYTES + (B as u32 % 2 * 4 + lane % 4) * 16);
-                own.at((offset + B as u32 / 2 * (QUERY_BYTES / 2)) as usize).store16(0, words);
             });
-        });
-        thread::sync_named(1 + group, GROUP);
-        // A warp stores two rows of 256 bytes at a time.
-        let half_row = lane / 16;
-        let piece = lane % 16;
-        let out = p.out.at((head * HEAD_DIM + piece * 8) as usize);
-        unroll!(I < 8; {
-            let line = warp * 16 + I as u32 * 2 + half_row;
-            let row = group * GROUP_ROWS + line;
-            let offset = swizzled(line * ROW_BYTES + piece % 8 * 16) + piece / 8 * (QUERY_BYTES / 2);
-            let words = own.at(offset as usize).load16(0);
-            if row < tile.rows {
-                out.store16((tile.row + row) as usize * (p.q_heads * HEAD_DIM) as usize, words);
-            }
-        });
+            thread::sync_named(1 + group, GROUP);
+            // A warp stores two rows of 256 bytes at a time.
+            let (half_row, piece) = (lane / 16, lane % 16);
+            let out = p.out.at((head * HEAD_DIM + piece * 8) as usize);
+            unroll!(I < 8; {
+                let line = warp * 16 + I as u32 * 2 + half_row;
+                let row = group * GROUP_ROWS + line;
+                let offset = swizzled(line * ROW_BYTES + piece % 8 * 16) + piece / 8 * (QUERY_BYTES / 2);
+                let words = own.at(offset as usize).load16(0);
+                if row < tile.rows {
+                    out.store16((tile.row + row) as usize * row_len, words);
+                }
+            });
+        } else {
+            unroll!(R < 2; {
+                let quarters = [quarter_words!(0, R), quarter_words!(1, R), quarter_words!(2, R), quarter_words!(3, R)];
+                let mut most = 0;
+                unroll!(B < 4; {
+                    let [a, b, c, d] = quarters[B];
+                    most = most.max(e4m3::largest_bits([a, b])).max(e4m3::largest_bits([c, d]));
+                });
+                most = most.max(warp::shuffle_xor(most, 1));
+                most = most.max(warp::shuffle_xor(most, 2));
+                let [scale, inverse] = e4m3::scale_of(f32::from_bits(most));
+                let row = group * GROUP_ROWS + row + 8 * R as u32;
+                let is_there = row < tile.rows;
+                // The four lanes of a row store 32 of its codes at a time.
+                let at = (tile.row + row) as usize * row_len + (head * HEAD_DIM + lane % 4 * 8) as usize;
+                unroll!(B < 4; {
+                    let [a, b, c, d] = quarters[B];
+                    let codes = [e4m3::codes_of_four([a, b], inverse), e4m3::codes_of_four([c, d], inverse)];
+                    p.codes.codes.at(at + B * 32).cast().store_if(is_there, 0, codes);
+                });
+                p.codes.put_scale_if(is_there && lane % 4 == 0, tile.row + row, head * HEAD_DIM, scale);
+            });
+        }
     }
 }
 

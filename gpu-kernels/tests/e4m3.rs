@@ -5,7 +5,9 @@ mod common;
 use common::{Random, e4m3, laid_out, reordered, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use gpu_kernels::e4m3::{EncodeE4m3, GROUP, QuantizeRows, encode_e4m3, groups, quantize_rows, scale_of, scales_len};
+use gpu_kernels::e4m3::{
+    CodedRows, EncodeE4m3, GROUP, QuantizeRows, encode_e4m3, groups, quantize_rows, scale_of, scales_len,
+};
 use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, StreamMatrix, Walk, Wave};
 
@@ -25,11 +27,9 @@ fn quantized(x: &[bf16], k: usize, first: usize, in_order: bool) -> (Vec<u8>, Ve
     let scales = Buffer::from_slice(&vec![-1f32; groups as usize * x_rows]);
     let params = QuantizeRows {
         x: x.ptr(),
-        codes: codes.ptr_mut(),
-        scales: scales.ptr_mut(),
+        to: CodedRows { codes: codes.ptr_mut(), scales: scales.ptr_mut(), x_rows: x_rows as u32 },
         first_row: first as u32,
         m: rows as u32,
-        x_rows: x_rows as u32,
         k: k as u32,
         in_order: in_order.into(),
     };

@@ -6,6 +6,7 @@ use common::{Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run,
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
+use gpu_kernels::e4m3::{self, CodedRows, QuantizeRows, quantize_rows};
 use gpu_kernels::gemm::{self, Beside, E4m3, Gemm, GemmE4m3, SPAN, TILE_ROWS, epilogue, gemm_e4m3};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::{self, Linear, N_TILE};
@@ -219,6 +220,7 @@ impl Case {
             heads: heads.params(self),
             residual,
             next_norm: norm.ptr(),
+            codes: Default::default(),
             first_row: self.first[0] as u32,
             m: m as u32,
             first_feature: self.first[1] as u32,
@@ -602,14 +604,44 @@ impl CodedCase {
 
     /// Runs `K` on so many blocks.
     fn run<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32) -> Results {
+        self.run_to::<K>(gated, blocks, CodedRows::default())
+    }
+
+    /// That, with the next norm's input as codes.
+    fn run_to<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32, codes: CodedRows) -> Results {
         let (x_scales, w_scales) = (Buffer::from_slice(&self.x_scales), Buffer::from_slice(&self.w_scales));
         let (x_rows, groups) = (self.case.m.next_multiple_of(TILE_ROWS as usize) as u32, self.groups as u32);
         let scales = E4m3 { x_scales: x_scales.ptr(), w_scales: w_scales.ptr(), x_rows, groups };
         let case = Case { gated, ..self.case.clone() };
         case.launch(|gemm, seed| {
-            let params = GemmE4m3 { gemm: Gemm { k: 64 * groups, ..gemm }, scales };
+            let params = GemmE4m3 { gemm: Gemm { k: 64 * groups, codes, ..gemm }, scales };
             run::<K>([blocks, 1, 1], Gemm::shared_bytes(128), seed, params);
         })
+    }
+
+    /// Compares codes that `K` leaves with those that a launch of their own makes of what it leaves in bf16.
+    fn compare_codes<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32, in_bf16: &[bf16]) {
+        let m = self.case.m;
+        let (n, rows) = (in_bf16.len() / m, m.next_multiple_of(TILE_ROWS as usize));
+        let codes = || Buffer::from_slice(&vec![0xff; rows * n]);
+        let scales = || Buffer::from_slice(&vec![0f32; rows * e4m3::groups(n as u32) as usize]);
+        let [found, apart] = [(codes(), scales()), (codes(), scales())];
+        let to = |(codes, scales): &(Buffer<u8>, Buffer<f32>)| CodedRows {
+            codes: codes.ptr_mut(),
+            scales: scales.ptr_mut(),
+            x_rows: rows as u32,
+        };
+        let results = self.run_to::<K>(gated, blocks, to(&found));
+        let is_unwritten = |v: &bf16| v.to_bits() == u16::MAX;
+        assert!(results.scaled.iter().all(is_unwritten) && results.out.iter().all(is_unwritten), "nothing in bf16");
+        let x = Buffer::from_slice(&reordered(in_bf16, n, false));
+        let params = QuantizeRows { x: x.ptr(), to: to(&apart), first_row: 0, m: m as u32, k: n as u32, in_order: 0 };
+        let blocks = (m as u32).div_ceil(QuantizeRows::ROWS);
+        run::<quantize_rows>([e4m3::groups(n as u32), blocks, 1], 0, 3, params);
+        assert!(found.0.as_slice()[..m * n] == apart.0.as_slice()[..m * n], "{m} rows of {n}");
+        for (found, want) in found.1.as_slice().chunks(rows).zip(apart.1.as_slice().chunks(rows)) {
+            assert_eq!(found[..m], want[..m], "{m} rows of {n}");
+        }
     }
 
     /// The sums with one of the matrices, with `which` of two scales; a gated matrix has gates and ups of 64 features
@@ -659,6 +691,8 @@ fn codes_and_their_scales() {
             assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {pairs}");
         }
         assert_eq!(of.run::<add_e4m3_2x1>(false, 2).y, added.y);
+        of.compare_codes::<gemm::gemm_add_e4m3>(false, blocks, &added.scaled);
+        of.compare_codes::<gemm::gemm_swiglu_coded_e4m3>(true, blocks, &gated.out);
         of.case.bias = Random::new(m as u64).bf16s(n);
         let with = of.run::<gemm::gemm_write_e4m3>(false, blocks);
         for (i, (with, without)) in with.y.iter().zip(&written.y).enumerate() {

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use cuda_std::Global;
-use gpu_kernels::e4m3::{self, EncodeE4m3, GROUP, Inputs, QuantizeRows, encode_e4m3, quantize_rows, scales_len};
+use gpu_kernels::e4m3::{
+    self, CodedRows, EncodeE4m3, GROUP, Inputs, QuantizeRows, encode_e4m3, quantize_rows, scales_len,
+};
 use gpu_kernels::gemm::{self as gemm_kernels, Gemm, GemmE4m3, TILE_ROWS};
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, StreamMatrix};
@@ -217,19 +219,39 @@ impl StepInputs {
     }
 }
 
-/// Activations as codes: those that the next GEMM of e4m3 multiplies.
-pub(crate) struct Activations {
+/// Codes of rows, and their scales.
+struct RowCodes {
     codes: Buffer<u8>,
     scales: Buffer<f32>,
-    /// Of the codes, for each kind of input.
+}
+
+impl RowCodes {
+    /// For so many rows of up to so many elements.
+    fn new(device: &Device, rows: usize, most: usize) -> Result<Self, Error> {
+        let groups = e4m3::groups(most as u32) as usize;
+        Ok(Self { codes: device.zeroed(rows * most)?, scales: device.zeroed(rows * groups)? })
+    }
+
+    fn bytes(rows: usize, most: usize) -> u64 {
+        (rows * (most + 4 * e4m3::groups(most as u32) as usize)) as u64
+    }
+}
+
+/// Activations as codes: those that GEMMs of e4m3 multiply.
+pub(crate) struct Activations {
+    /// For each kind of input, since a GEMM leaves another kind than it multiplies. Scales beyond a kind's groups stay
+    /// zeros.
+    kinds: [RowCodes; 3],
+    /// Of their codes.
     maps: TensorMaps,
-    /// Elements of a row, likewise.
+    /// Elements of their rows.
     sizes: [usize; 3],
     /// Whole tiles.
     rows: usize,
+    layers: usize,
 }
 
-/// Where a kind of input is among [maps](Activations::maps).
+/// Where a kind of input is among [them](Activations::kinds).
 const fn place(input: Input) -> usize {
     match input {
         Input::Normed => 0,
@@ -245,9 +267,8 @@ impl Activations {
 
     /// Bytes for passes over up to so many rows.
     pub fn bytes(config: &Config, rows: usize) -> u64 {
-        let most = Self::sizes(config).into_iter().max().unwrap_or(0);
-        let row = most + 4 * e4m3::groups(most as u32) as usize;
-        (rows.next_multiple_of(TILE_ROWS as usize) * row) as u64
+        let rows = rows.next_multiple_of(TILE_ROWS as usize);
+        Self::sizes(config).into_iter().map(|size| RowCodes::bytes(rows, size)).sum()
     }
 
     /// Allocates everything for passes over up to so many rows.
@@ -256,20 +277,26 @@ impl Activations {
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, config: &Config, rows: usize) -> Result<Self, Error> {
         let (rows, sizes) = (rows.next_multiple_of(TILE_ROWS as usize), Self::sizes(config));
-        let most = sizes.into_iter().max().unwrap_or(0);
-        let codes: Buffer<u8> = device.zeroed(rows * most)?;
-        let matrices = sizes.map(|size| gemm::rows(codes.ptr().cast(), rows, size / 2));
-        Ok(Self {
-            maps: device.tensor_maps(&matrices)?,
-            scales: device.zeroed(rows * e4m3::groups(most as u32) as usize)?,
-            codes,
-            sizes,
-            rows,
-        })
+        let [normed, attended, activation] = sizes.map(|size| RowCodes::new(device, rows, size));
+        let kinds = [normed?, attended?, activation?];
+        let map = |i: usize| gemm::rows(kinds[i].codes.ptr().cast(), rows, sizes[i] / 2);
+        let maps = device.tensor_maps(&[map(0), map(1), map(2)])?;
+        Ok(Self { kinds, maps, sizes, rows, layers: config.num_hidden_layers })
     }
 
-    /// Enqueues that rows of `x` are the codes that come next: those from the first on, up to the second. They lie in
-    /// the order of [`slot`](gpu_kernels::linear::slot), or `in_order`.
+    fn of(&self, input: Input) -> CodedRows {
+        let RowCodes { codes, scales } = &self.kinds[place(input)];
+        CodedRows { codes: codes.ptr_mut(), scales: scales.ptr_mut(), x_rows: self.rows as u32 }
+    }
+
+    /// Where attention can leave the codes that its reader multiplies.
+    pub fn attended(&self) -> CodedRows {
+        self.of(Input::Attended)
+    }
+
+    /// Enqueues that rows of `x` are the codes that a layer's GEMM multiplies: those from the first on, up to the
+    /// second. They lie in the order of [`slot`](gpu_kernels::linear::slot), or `in_order`. Nothing is enqueued where
+    /// the GEMM before left codes.
     ///
     /// # Safety
     /// As [`Device::launch_early`]: `x` has so many rows of the input.
@@ -279,27 +306,25 @@ impl Activations {
     pub unsafe fn quantize(
         &self,
         device: &Device,
-        input: Input,
+        (layer, gemm): (usize, &plan::Gemm),
         x: Global<bf16>,
         [first_row, m]: [u32; 2],
         in_order: bool,
     ) -> Result<(), Error> {
         debug_assert!(m as usize <= self.rows, "{m} rows, and room for {}", self.rows);
-        let k = self.sizes[place(input)] as u32;
-        let params = QuantizeRows {
-            x,
-            codes: self.codes.ptr_mut(),
-            scales: self.scales.ptr_mut(),
-            first_row,
-            m,
-            x_rows: self.rows as u32,
-            k,
-            in_order: in_order.into(),
+        let k = self.sizes[place(gemm.input)] as u32;
+        let params = QuantizeRows { x, to: self.of(gemm.input), first_row, m, k, in_order: in_order.into() };
+        let rows = m.saturating_sub(first_row);
+        let are_there = match gemm.input {
+            // The embedding leaves none.
+            Input::Normed => (layer, gemm.matrix) != (0, Matrix::Qkv),
+            Input::Attended => false,
+            Input::Activation => gemm::leaves_codes(device, rows, k),
         };
-        let blocks = m.saturating_sub(first_row).div_ceil(QuantizeRows::ROWS);
-        if blocks == 0 {
+        if rows == 0 || are_there {
             return Ok(());
         }
+        let blocks = rows.div_ceil(QuantizeRows::ROWS);
         // SAFETY: the caller's word; there is room for so many rows.
         unsafe { device.launch_early::<quantize_rows>((e4m3::groups(k), blocks), 0, params) }
     }
@@ -323,8 +348,16 @@ impl Activations {
         let groups = e4m3::groups(gemm.k as u32);
         let x = self.maps.ptr(place(gemm.input));
         let w_scales = weights.scales_of(gemm.matrix.number(layer));
-        let gemm = Gemm { x, stream, base, blocks, n_tiles, k: groups * (GROUP / 2), ..p };
-        let scales = gemm_kernels::E4m3 { x_scales: self.scales.ptr(), w_scales, x_rows: self.rows as u32, groups };
+        let is_last = (layer + 1, gemm.matrix) == (self.layers, Matrix::Down);
+        let codes = match epilogue {
+            // The head reads bf16.
+            Epilogue::Add if !is_last => self.of(Input::Normed),
+            Epilogue::SwiGlu if gemm::leaves_codes(device, p.m - p.first_row, p.n) => self.of(Input::Activation),
+            _ => CodedRows::default(),
+        };
+        let CodedRows { scales, x_rows, .. } = self.of(gemm.input);
+        let gemm = Gemm { x, stream, base, blocks, n_tiles, codes, k: groups * (GROUP / 2), ..p };
+        let scales = gemm_kernels::E4m3 { x_scales: scales.read(), w_scales, x_rows, groups };
         // SAFETY: the caller's word.
         unsafe { gemm::enqueue_e4m3(device, epilogue, GemmE4m3 { gemm, scales }) }
     }

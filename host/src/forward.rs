@@ -221,7 +221,7 @@ impl Forward {
                 residual: device.zeroed(of_gemms * config.hidden_size)?,
                 scaled: device.zeroed(of_gemms * config.hidden_size)?,
                 squares: device.zeroed(of_gemms * config.hidden_size / N_TILE as usize)?,
-                qkv: device.zeroed(rows * config.qkv_size())?,
+                qkv: device.zeroed(of_gemms * config.qkv_size())?,
                 q: device.zeroed(rows * q)?,
                 sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
                 scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,

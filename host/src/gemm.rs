@@ -388,7 +388,9 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     }
     let (tuning, cut) = (&device.capabilities().tuning().gemm, Cut::N128);
     let p = GemmE4m3 { gemm: Gemm { band: tuning.band_rows[0] / TILE_ROWS, ..p.gemm }, ..p };
-    let (blocks, shared) = (cut.tiles(m, n).min(device.sms()), Gemm::shared_bytes(cut.weight_rows()));
+    let in_pairs = epilogue == Epilogue::SwiGlu && !p.gemm.codes.codes.is_null();
+    let tiles = if in_pairs { cut.tiles(m, n) / 2 } else { cut.tiles(m, n) };
+    let (blocks, shared) = (tiles.min(device.sms()), Gemm::shared_bytes(cut.weight_rows()));
     let begins_early = is_early(device, cut, m, n, p.gemm.k);
     macro_rules! launch {
         ($kernel:ty) => {
@@ -404,10 +406,19 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     match epilogue {
         Epilogue::Qkv => launch!(gemm::gemm_qkv_e4m3),
         Epilogue::Write => launch!(gemm::gemm_write_e4m3),
+        Epilogue::SwiGlu if in_pairs => launch!(gemm::gemm_swiglu_coded_e4m3),
         Epilogue::SwiGlu => launch!(gemm::gemm_swiglu_e4m3),
         Epilogue::Add => launch!(gemm::gemm_add_e4m3),
         Epilogue::Other(family) => panic!("no kernel of e4m3 for {family:?}"),
     }
+}
+
+/// Whether SwiGLU of e4m3 leaves `n` activations of so many rows as codes: blocks then take tiles in pairs, which is
+/// no faster than a launch more where the last round of pairs has little to do.
+pub fn leaves_codes(device: &Device, rows: u32, n: u32) -> bool {
+    let rounds = |tiles: u32| tiles.div_ceil(device.sms());
+    let tiles = Cut::N128.tiles(rows, 2 * n);
+    2 * rounds(tiles / 2) <= rounds(tiles)
 }
 
 /// Whether a GEMM begins early. All gain by that but tiles of 128 in several rounds, or in long chains on more than

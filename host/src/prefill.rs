@@ -319,7 +319,7 @@ impl Prefill {
                             // Keys and values of all rows, and queries of those.
                             let (project, q_size) = (self.gemm(parts, i, &gemm, m), heads.q_heads * HEAD_DIM);
                             let project = Gemm { heads, ..project };
-                            self.quantize(parts, gemm.input, [0, m])?;
+                            self.quantize(parts, (i, &gemm), [0, m])?;
                             self.enqueue_gemm(parts, i, &gemm, Gemm { first_feature: q_size, ..project })?;
                             self.enqueue_gemm(parts, i, &gemm, Gemm { first_row, n: q_size, ..project })?;
                         }
@@ -327,7 +327,7 @@ impl Prefill {
                         _ if first_row == m => {}
                         Operator::Gemm(gemm) => {
                             let p = Gemm { heads, first_row, ..self.gemm(parts, i, &gemm, m) };
-                            self.quantize(parts, gemm.input, [first_row, m])?;
+                            self.quantize(parts, (i, &gemm), [first_row, m])?;
                             self.enqueue_gemm(parts, i, &gemm, p)?;
                         }
                         // The first product made them.
@@ -339,6 +339,7 @@ impl Prefill {
                                 pages: self.maps.ptr(ACTIVATIONS + i),
                                 cache: heads.cache,
                                 out: self.shared.ptr_mut().at(self.capacity * c.query_size()),
+                                codes: self.codes.as_ref().map(Activations::attended).unwrap_or_default(),
                                 q_heads: heads.q_heads,
                                 scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                             };
@@ -352,19 +353,26 @@ impl Prefill {
         Ok(())
     }
 
-    /// Enqueues that rows of what a GEMM reads become codes, of models in e4m3: from the first on, up to the second.
+    /// Enqueues that rows of what a GEMM reads become codes, of models in e4m3, where they are none yet: from the first
+    /// on, up to the second.
     ///
     /// # Safety
     /// As [`enqueue_rows`](Self::enqueue_rows).
-    unsafe fn quantize(&self, parts: &PrefillInputs<'_>, input: Input, rows: [u32; 2]) -> Result<(), Error> {
+    unsafe fn quantize(
+        &self,
+        parts: &PrefillInputs<'_>,
+        (layer, gemm): (usize, &plan::Gemm),
+        rows: [u32; 2],
+    ) -> Result<(), Error> {
         let Some(codes) = &self.codes else { return Ok(()) };
-        let x = match input {
+        let x = match gemm.input {
             Input::Normed => self.scaled.ptr(),
-            Input::Attended => self.shared.part(self.capacity * parts.config.query_size()),
+            // Attention left codes.
+            Input::Attended => return Ok(()),
             Input::Activation => self.shared.ptr(),
         };
         // SAFETY: the caller's word.
-        unsafe { codes.quantize(parts.device, input, x, rows, false) }
+        unsafe { codes.quantize(parts.device, (layer, gemm), x, rows, false) }
     }
 
     /// Enqueues a GEMM of a layer, of bf16 or of the codes.
@@ -436,6 +444,7 @@ impl Prefill {
             heads: SplitHeads::default(),
             residual: self.residual(c),
             next_norm: parts.weights.norm_after(layer, gemm).ptr(),
+            codes: Default::default(),
             first_row: 0,
             m,
             first_feature: 0,

@@ -239,6 +239,7 @@ impl GemmCase {
                 dim: self.n as u32,
             },
             next_norm: self.norm.ptr(),
+            codes: Default::default(),
             first_row: 0,
             m: self.m as u32,
             first_feature: 0,
@@ -358,6 +359,7 @@ impl Attention {
                 kv_heads: self.kv_heads as u32,
             },
             out: self.out.ptr_mut(),
+            codes: Default::default(),
             q_heads: self.q_heads as u32,
             scale: 1.0 / (D as f32).sqrt(),
         };

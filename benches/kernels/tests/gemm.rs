@@ -97,6 +97,7 @@ impl Case {
             heads,
             residual: Residual::default(),
             next_norm: Default::default(),
+            codes: Default::default(),
             first_row: 0,
             m: m as u32,
             first_feature: 0,

@@ -181,5 +181,16 @@ pub unsafe fn load_multicast<T>(
 #[track_caller]
 pub unsafe fn store<T>(map: Global<TensorMap>, [x, y]: [u32; 2], source: Shared<T>) {
     // SAFETY: the caller's.
-    unsafe { target::tensor_store(map.addr(), x, y, source.addr()) }
+    unsafe { store_if(true, map, [x, y], source) }
+}
+
+/// As [`store`], where `condition` holds. No branch comes of it.
+///
+/// # Safety
+/// As [`store`], where `condition` holds.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_if<T>(condition: bool, map: Global<TensorMap>, [x, y]: [u32; 2], source: Shared<T>) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_store_if(condition, map.addr(), x, y, source.addr()) }
 }

@@ -100,6 +100,14 @@ pub fn all(predicate: bool) -> bool {
     target::all(predicate)
 }
 
+/// The largest of all lanes' values (`redux.sync.max.u32`).
+#[inline(always)]
+#[must_use]
+#[track_caller]
+pub fn max(value: u32) -> u32 {
+    target::max_of_warp(value)
+}
+
 /// Waits for all lanes of the warp, and orders their memory accesses (`bar.warp.sync`).
 #[inline(always)]
 #[track_caller]

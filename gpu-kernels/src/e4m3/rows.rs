@@ -1,8 +1,8 @@
 //! Activations in e4m3, for GEMMs of many rows.
 
-use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, math, thread, warp};
+use cuda_std::{Global, bf16, dependent_launch, kernel, math, thread, warp};
 
-use super::{GROUP, codes, largest, scale_of};
+use super::{CodedRows, GROUP, codes, largest, scale_of};
 
 /// Elements of a lane.
 const OF_LANE: u32 = 16;
@@ -18,16 +18,12 @@ pub struct QuantizeRows {
     /// `[rows, k]`, 16-byte aligned, each row in the order of [`slot`](crate::linear::slot) unless
     /// [`in_order`](Self::in_order).
     pub x: Global<bf16>,
-    /// `[rows, k]`, 16-byte aligned: in the order of slots, as [`e4m3`](crate::e4m3) says.
-    pub codes: GlobalMut<u8>,
-    /// `[groups, x_rows]`: of groups beyond `k` zeros.
-    pub scales: GlobalMut<f32>,
+    /// Where they go.
+    pub to: CodedRows,
     /// Rows from here on are quantised.
     pub first_row: u32,
     /// Up to here.
     pub m: u32,
-    /// Rows that there is room for.
-    pub x_rows: u32,
     /// Elements of a row, a multiple of [`GROUP`].
     pub k: u32,
     /// Whether elements lie as they come: 1 or 0.
@@ -75,10 +71,10 @@ pub unsafe fn quantize_rows(p: QuantizeRows) {
         });
         let [scale, inverse] = scale_of(most);
         if is_there {
-            p.codes.at(first).cast::<u32>().store16(0, codes(&pairs, inverse));
+            p.to.codes.at(first).cast::<u32>().store16(0, codes(&pairs, inverse));
         }
         if lane == 0 && row < p.m {
-            p.scales.store((group * p.x_rows + row) as usize, scale);
+            p.to.scales.store((group * p.to.x_rows + row) as usize, scale);
         }
     }
 }

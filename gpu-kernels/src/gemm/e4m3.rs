@@ -20,8 +20,8 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, bulk, kernel, math, tensor, thread, warp};
 
-use super::epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected};
-use super::{BOX_BYTES, DEPTH, Gemm, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, free, gemm_of, wait};
+use super::epilogue::{AddTo, Epilogue, Half, Next, Qkv, SwiGlu, SwiGluCoded, Write, elected};
+use super::{BOX_BYTES, DEPTH, Gemm, InOrder, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, free, gemm_of, wait};
 use super::{GROUP_ROWS, THREADS, TILE_ROWS};
 use crate::e4m3::GROUP;
 use crate::linear::N_TILE;
@@ -89,8 +89,20 @@ macro_rules! add_scaled {
     };
 }
 
-/// A stage's scales for a lane: products of those of its two rows and of the weights, `[row][which of two]`.
-type StageScales = [[f32; 2]; 2];
+/// A stage's scales, as a lane loads them: of its two rows, and of the weights.
+struct StageScales {
+    x: [f32; 2],
+    w: [f32; 2],
+}
+
+impl StageScales {
+    /// The products of each row's with the weights', `[row][which of two]`. They are made now, so that what they are
+    /// made of has been read when the stage is freed; and not sooner, since loads take their time.
+    #[inline(always)]
+    fn products(self) -> [[f32; 2]; 2] {
+        self.x.map(|x| self.w.map(|w| f32::from_bits(thread::opaque((x * w).to_bits()))))
+    }
+}
 
 /// A warpgroup's operands in the first stage.
 #[derive(Clone, Copy)]
@@ -100,12 +112,15 @@ struct Operands {
 }
 
 impl Operands {
-    /// Begins the inner sums of the ring's stage, once it is full, in the first set or the second.
+    /// Begins the inner sums of the ring's stage in the first set or the second: at once if it was found `full`, or
+    /// else once it is.
     #[inline(always)]
-    unsafe fn multiply<E: Epilogue, const SECOND: bool>(self, ring: &Ring) -> StageScales {
+    unsafe fn multiply<E: Epilogue, const SECOND: bool>(self, ring: &Ring, full: bool) -> StageScales {
         // SAFETY: the caller's word.
         unsafe {
-            ring.wait_full();
+            if !full {
+                ring.wait_full();
+            }
             let offset = ring.offset();
             let (x, weight) = (self.x.advance(offset), self.weight.advance(offset));
             wgmma::fence();
@@ -119,9 +134,7 @@ impl Operands {
             let tail: Shared<f32> = ring.stage_buffer().at(CODES as usize).cast();
             let x = [tail.load(row as usize), tail.load(row as usize + 8)];
             let w = tail.at(TILE_ROWS as usize).cast::<[f32; 2]>().load(0);
-            let w = if E::GATED { w } else { [w[0]; 2] };
-            // Made now, so that what they are made of has been read when the stage is freed.
-            x.map(|x| w.map(|w| f32::from_bits(thread::opaque((x * w).to_bits()))))
+            StageScales { x, w: if E::GATED { w } else { [w[0]; 2] } }
         }
     }
 
@@ -133,26 +146,33 @@ impl Operands {
             each_output!({
                 wgmma::set::<{ OUTPUTS + 4 * J + E }>(0.0);
             });
-            let mut even = self.multiply::<E, false>(ring);
+            let mut even = self.multiply::<E, false>(ring, false);
+            let mut full = ring.ahead(1).is_full();
             // The last two apart: were MMAs under way in some turns and not in others, the assembler would run them one
             // after another.
             let mut pairs = groups / 2 - 1;
             while pairs > 0 {
                 let second = ring.ahead(1);
-                let odd = self.multiply::<E, true>(&second);
+                let odd = self.multiply::<E, true>(&second, full);
                 wgmma::wait::<1>();
+                let scales = even.products();
                 free::<DOWN, ACROSS>(*ring);
-                add_scaled!(0, even);
                 *ring = second.ahead(1);
-                even = self.multiply::<E, false>(ring);
+                // Asked before the sums are added: an answer takes its time.
+                full = ring.is_full();
+                add_scaled!(0, scales);
+                even = self.multiply::<E, false>(ring, full);
                 wgmma::wait::<1>();
+                let scales = odd.products();
                 free::<DOWN, ACROSS>(second);
-                add_scaled!(SECOND_SET, odd);
+                full = ring.ahead(1).is_full();
+                add_scaled!(SECOND_SET, scales);
                 pairs -= 1;
             }
             let second = ring.ahead(1);
-            let odd = self.multiply::<E, true>(&second);
+            let odd = self.multiply::<E, true>(&second, full);
             wgmma::wait::<0>();
+            let (even, odd) = (even.products(), odd.products());
             free::<DOWN, ACROSS>(*ring);
             free::<DOWN, ACROSS>(second);
             add_scaled!(0, even);
@@ -236,7 +256,7 @@ impl Inputs for E4m3 {
                 tensor::acquire(p.out);
             }
             wait::<DOWN, ACROSS>(p);
-            for (row, column) in tiles {
+            for (row, column) in InOrder::<E>::new(tiles) {
                 (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
                 let inside = half.row < p.m && column < p.n;
                 let early = E::early(p, &half);
@@ -271,7 +291,7 @@ pub unsafe fn gemm_e4m3<E: Epilogue, const DOWN: u32, const ACROSS: u32>(p: &Gem
 }
 
 macro_rules! kernels {
-    ($($epilogue:ident: $what:literal, $name:ident;)*) => { $(
+    ($($epilogue:ty: $what:literal, $name:ident;)*) => { $(
         #[doc = concat!($what, " Of e4m3.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $name(p: GemmE4m3) {
@@ -285,5 +305,6 @@ kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", gemm_qkv_e4m3;
     Write: "`y = x · wᵀ`, sums of each row times its factor.", gemm_write_e4m3;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", gemm_swiglu_e4m3;
-    Add: "The residual stream plus `x · wᵀ`.", gemm_add_e4m3;
+    SwiGluCoded: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)` as codes, sums of each row times its factor.", gemm_swiglu_coded_e4m3;
+    AddTo<true>: "The residual stream plus `x · wᵀ`.", gemm_add_e4m3;
 }

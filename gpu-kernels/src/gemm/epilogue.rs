@@ -106,16 +106,13 @@ impl Half {
     #[inline(always)]
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
-        if elected() {
-            // By now TMA has read it, or soon.
-            bulk::wait_read::<0>();
-        }
+        // By now TMA has read it, or soon. Lanes that store nothing have nothing to wait for: a branch for one of them
+        // would keep operands' descriptors of the main loop from uniform registers.
+        bulk::wait_read::<0>();
         thread::sync_named(self.barrier, GROUP);
-        if elected() {
-            // SAFETY: the caller's word.
-            unsafe { tensor::store(out, [self.column + b * BOX, self.row], self.place()) };
-            bulk::commit();
-        }
+        // SAFETY: the caller's word.
+        unsafe { tensor::store_if(elected(), out, [self.column + b * BOX, self.row], self.place()) };
+        bulk::commit();
         self.turn ^= 1;
     }
 }
@@ -127,6 +124,8 @@ pub type BoxWords = [[u32; 4]; 4];
 pub trait Epilogue {
     /// Whether half of a tile's features are gates, and half their ups.
     const GATED: bool;
+    /// Whether a block takes two tiles side by side, one after the other.
+    const IN_PAIRS: bool = false;
     /// What [`early`](Self::early) loads.
     type Early: Copy;
     /// What [`ahead`](Self::ahead) loads.
@@ -251,7 +250,7 @@ macro_rules! sums {
 mod add;
 mod bias;
 
-pub use add::Add;
+pub use add::{Add, AddTo};
 
 /// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the
 /// whole tile it would take registers that there are not.
@@ -531,6 +530,10 @@ macro_rules! gated {
     }};
 }
 
+mod coded;
+
+pub use coded::SwiGluCoded;
+
 /// Gated activations.
 pub struct SwiGlu;
 
@@ -605,8 +608,9 @@ impl Epilogue for Write {
                         let sums = sums!(B * 32 + J * 4);
                         unroll!(R < 2; {
                             let pair = [sums[R][0] * scales[R], sums[R][1] * scales[R]];
-                            let there = row + 8 * (R as u32) < p.m;
-                            to.store_if(there, R * 4 * p.n as usize + B * 32 + J * 4, pair);
+                            // With rows beyond m, too: stores that not all lanes do would keep operands' descriptors of
+                            // the main loop from uniform registers.
+                            to.store(R * 4 * p.n as usize + B * 32 + J * 4, pair);
                         });
                     });
                 }

@@ -465,6 +465,7 @@ impl Forward {
             heads: Default::default(),
             residual,
             next_norm: w.norm_after(layer, gemm).ptr(),
+            codes: Default::default(),
             first_row: 0,
             m,
             first_feature: 0,

@@ -1,5 +1,5 @@
-//! Passes of models whose GEMMs are of e4m3: activations become codes before each of them, and all of them are launches
-//! of [`gpu_kernels::gemm`], however many rows there are.
+//! Passes of models whose GEMMs are of e4m3: they multiply activations' codes, and all of them are launches of
+//! [`gpu_kernels::gemm`], however many rows there are.
 
 use gpu_kernels::batch::{self, PickRows};
 use gpu_kernels::embedding;
@@ -35,7 +35,7 @@ impl Coded {
     /// Bytes that a pass over so many rows takes more than one of bf16.
     pub fn bytes(config: &Config, rows: usize) -> u64 {
         let (whole, hidden) = (Self::rows(rows), config.hidden_size);
-        let written = hidden * 6 + hidden / N_TILE as usize * 4 + config.intermediate_size * 2;
+        let written = hidden * 6 + hidden / N_TILE as usize * 4 + config.qkv_size() * 4 + config.intermediate_size * 2;
         let own = (whole - rows) * written + whole * hidden / SPAN as usize * 4 + rows * hidden * 2;
         own as u64 + Activations::bytes(config, rows)
     }
@@ -92,7 +92,7 @@ impl Forward {
         let weights = self.weights.e4m3().expect("weights in e4m3");
         // SAFETY: the caller's word; buffers have room for whole tiles of rows.
         unsafe {
-            of.activations.quantize(&self.device, gemm.input, x, [0, m], in_order)?;
+            of.activations.quantize(&self.device, (layer, gemm), x, [0, m], in_order)?;
             of.activations.enqueue(&self.device, epilogue, weights, (layer, gemm), p)
         }
     }

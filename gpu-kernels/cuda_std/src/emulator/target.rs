@@ -113,6 +113,12 @@ pub fn all(predicate: bool) -> bool {
 }
 
 #[track_caller]
+pub fn max_of_warp(value: u32) -> u32 {
+    let table = collective::gather_warp(Collective::Max, [value], Location::caller());
+    table.iter().map(|words| words[0]).max().expect("lanes")
+}
+
+#[track_caller]
 pub fn sync_warp() {
     collective::gather_warp(Collective::SyncWarp, [], Location::caller());
 }
@@ -390,8 +396,10 @@ pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, 
 }
 
 #[track_caller]
-pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
-    tensor::store(map, [x, y], source, Location::caller());
+pub unsafe fn tensor_store_if(condition: bool, map: u64, x: u32, y: u32, source: u32) {
+    if condition {
+        tensor::store(map, [x, y], source, Location::caller());
+    }
 }
 
 pub fn wait_for_launches() {}

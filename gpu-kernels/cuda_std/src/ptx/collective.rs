@@ -31,6 +31,8 @@ unsafe extern "unadjusted" {
     fn vote_any(mask: u32, predicate: bool) -> bool;
     #[link_name = "llvm.nvvm.vote.all.sync"]
     fn vote_all(mask: u32, predicate: bool) -> bool;
+    #[link_name = "llvm.nvvm.redux.sync.umax"]
+    fn redux_umax(value: u32, mask: u32) -> u32;
     #[cfg(cuda_arch = "sm_90")]
     #[link_name = "llvm.nvvm.elect.sync"]
     fn elect_sync(mask: u32) -> (u32, bool);
@@ -91,6 +93,12 @@ pub fn any(predicate: bool) -> bool {
 pub fn all(predicate: bool) -> bool {
     // SAFETY: exchanges predicates.
     unsafe { vote_all(FULL, predicate) }
+}
+
+#[inline(always)]
+pub fn max_of_warp(value: u32) -> u32 {
+    // SAFETY: exchanges registers.
+    unsafe { redux_umax(value, FULL) }
 }
 
 #[cfg(cuda_arch = "sm_90")]

@@ -52,11 +52,13 @@ pub unsafe fn tensor_load_multicast(destination: u32, map: u64, x: u32, y: u32, 
 }
 
 #[inline(always)]
-pub unsafe fn tensor_store(map: u64, x: u32, y: u32, source: u32) {
+pub unsafe fn tensor_store_if(condition: bool, map: u64, x: u32, y: u32, source: u32) {
     // SAFETY: the caller's.
     unsafe {
-        asm!("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [{m}, {{{x}, {y}}}], [{s}];", m = in(reg64) map,
-            x = in(reg32) x, y = in(reg32) y, s = in(reg32) source, options(nostack));
+        asm!("{{ .reg .pred p; setp.ne.u32 p, {c}, 0;",
+            "@p cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [{m}, {{{x}, {y}}}], [{s}]; }}",
+            c = in(reg32) u32::from(condition), m = in(reg64) map, x = in(reg32) x, y = in(reg32) y,
+            s = in(reg32) source, options(nostack));
     }
 }
 

@@ -6,16 +6,21 @@
 //! one in shared memory and two in registers, and are added two rows a step of the next tile's GEMMs: all within its
 //! first split-K partial, since later there are totals in those registers. Of a block's last tile the residual stream
 //! of two units is there at once, that of the others is loaded into the registers of sums that were put away.
+//!
+//! A unit's features are a [group](e4m3::GROUP): where the next GEMM multiplies codes, its rows become codes at once.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{thread, warp, wgmma};
 
 use super::{Epilogue, Half, Next};
+use crate::e4m3;
 use crate::gemm::{Gemm, SPAN, TOTALS_BYTES};
-use crate::norm::{lane_element, lane_weights};
+use crate::norm::{lane_element, lane_weights, scaled_lane};
 
+/// The residual stream, `IN_CODES` with the norm's input as [codes](Gemm::codes).
+pub struct AddTo<const IN_CODES: bool>;
 /// The residual stream.
-pub struct Add;
+pub type Add = AddTo<false>;
 
 /// The lane and its warp in the block: a warp's rows are 16 of the tile's.
 #[inline(always)]
@@ -81,15 +86,29 @@ impl Unit {
         x
     }
 
-    /// Adds row `i` of the unit in shared memory to `x`: the lane's sum of squares.
+    /// Adds row `i` of the unit in shared memory to `x`: the lane's sum of squares, and what the norm that comes next
+    /// reads of it. That is written here unless it will be `IN_CODES`.
     #[inline(always)]
-    unsafe fn add_row(self, p: &Gemm, from: u32, i: u32, x: [f32; 4], norm: [u32; 2]) -> f32 {
+    unsafe fn add_row<const IN_CODES: bool>(
+        self,
+        p: &Gemm,
+        from: u32,
+        i: u32,
+        x: [f32; 4],
+        norm: [u32; 2],
+    ) -> (f32, [u32; 2]) {
         // SAFETY: the caller's word.
         unsafe {
             let from = Shared::<u8>::from_raw((from ^ permutation(i)) + i * ROW_BYTES);
             let s = from.load16(0).map(f32::from_bits);
             let new = [x[0] + s[0], x[1] + s[1], x[2] + s[2], x[3] + s[3]];
-            p.residual.put_lane(self.row(i), self.column, place_in_block().0, new, norm)
+            let (row, lane) = (self.row(i), place_in_block().0);
+            let square = p.residual.put_lane(row, self.column, lane, new);
+            let scaled = scaled_lane(new, norm);
+            if !IN_CODES {
+                p.residual.scaled_of_lane(row, self.column, lane).store(0, scaled);
+            }
+            (square, scaled)
         }
     }
 }
@@ -133,7 +152,7 @@ macro_rules! sums_of {
     }};
 }
 
-impl Epilogue for Add {
+impl<const IN_CODES: bool> Epilogue for AddTo<IN_CODES> {
     const GATED: bool = false;
     type Early = ();
     /// Of the first units.
@@ -166,7 +185,7 @@ impl Epilogue for Add {
             if N > 128 {
                 finish_beside(p, tile, ahead.1, next);
             } else {
-                finish_all::<N>(p, tile, ahead);
+                finish_all::<N, IN_CODES>(p, tile, ahead);
                 next.begin();
             }
         }
@@ -177,14 +196,18 @@ impl Epilogue for Add {
     #[inline(always)]
     unsafe fn finish_last<const N: u32>(p: &Gemm, half: &Half, ahead: Self::Ahead) {
         // SAFETY: the caller's word.
-        unsafe { finish_all::<N>(p, (half.tile_row, half.column), ahead) }
+        unsafe { finish_all::<N, IN_CODES>(p, (half.tile_row, half.column), ahead) }
     }
 }
 
 /// Adds all units, of which the residual stream of the first two is there with tiles of 128 features.
 #[inline(always)]
 #[allow(unused_assignments, reason = "every unit but the last two loads for another")]
-unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add as Epilogue>::Ahead) {
+unsafe fn finish_all<const N: u32, const IN_CODES: bool>(
+    p: &Gemm,
+    tile: (u32, u32),
+    (x, norm): <Add as Epilogue>::Ahead,
+) {
     // SAFETY: the caller's word.
     unsafe {
         let second = N > 128 && tile.1 + SPAN < p.n;
@@ -196,7 +219,8 @@ unsafe fn finish_all<const N: u32>(p: &Gemm, tile: (u32, u32), (x, norm): <Add a
         macro_rules! unit {
             ($span:literal, $half:literal) => {{
                 put(N, sums_of!($span, $half));
-                add_unit(p, N, Unit::of(tile, $span, $half), x[2 * $span + $half], norm[$span], || {
+                let unit = Unit::of(tile, $span, $half);
+                add_unit::<IN_CODES>(p, N, unit, x[2 * $span + $half], norm[$span], || {
                     if $span == 0 && N > 128 {
                         // Without a second span, the first again, so that there is no branch.
                         let unit = Unit::of(tile, u32::from(second), $half);
@@ -226,7 +250,7 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
         let first = Unit::of(tile, 0, 0);
         let x = first.load_rows(p);
         put(256, sums_of!(0, 0));
-        add_unit(p, 256, first, x, norm, || {});
+        add_unit::<false>(p, 256, first, x, norm, || {});
         put(256, sums_of!(0, 1));
         let sums = [sums_of!(1, 0), sums_of!(1, 1)];
         next.begin();
@@ -237,7 +261,7 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
                 next.step();
                 unroll!(R < 2; {
                     let lane = place_in_block().0;
-                    let square = unit.add_row(p, staging(256) + lane * 16, i, x[R], norm);
+                    let (square, _) = unit.add_row::<false>(p, staging(256) + lane * 16, i, x[R], norm);
                     p.residual.put_sums(unit.row(i), unit.column, lane, square);
                     // What is added two rows on comes while the GEMMs of a step run.
                     if i + 2 < UNIT_ROWS {
@@ -264,18 +288,28 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
 /// Adds the unit in shared memory to `x`; calls `load` after the first rows waited for what was loaded before: the
 /// assembler counts loads with one counter, and else would wait for those as well.
 #[inline(always)]
-unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: UnitRows, norm: [u32; 2], mut load: impl FnMut()) {
+unsafe fn add_unit<const IN_CODES: bool>(
+    p: &Gemm,
+    n: u32,
+    unit: Unit,
+    x: UnitRows,
+    norm: [u32; 2],
+    mut load: impl FnMut(),
+) {
     // SAFETY: the caller's word.
     unsafe {
         let lane = place_in_block().0;
         let from = staging(n) + lane * 16;
-        let mut squares = [0.0; 8];
+        let (mut squares, mut scaled) = ([0.0; 8], [[0; 2]; 8]);
         unroll!(I < 8; {
             if I == 3 {
                 load();
             }
-            squares[I] = unit.add_row(p, from, I as u32, x[I], norm);
+            (squares[I], scaled[I]) = unit.add_row::<IN_CODES>(p, from, I as u32, x[I], norm);
         });
+        if IN_CODES {
+            put_codes(p, unit, scaled);
+        }
         // Of the rows `lane % 4` and that plus 4, the N-tile that four lanes have.
         let [first, second] =
             [[0, 1, 2, 3], [4, 5, 6, 7]].map(|rows| sum_of_four(rows.map(|i: usize| squares[i]), lane % 4));
@@ -290,6 +324,31 @@ unsafe fn add_unit(p: &Gemm, n: u32, unit: Unit, x: UnitRows, norm: [u32; 2], mu
             p.residual.put_span(unit.row(lane), unit.column, sum);
         }
         warp::sync_warp();
+    }
+}
+
+/// Writes what the norm that comes next reads of a unit: as codes, or as it is where the launch wants none.
+#[inline(always)]
+unsafe fn put_codes(p: &Gemm, unit: Unit, scaled: [[u32; 2]; 8]) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let lane = place_in_block().0;
+        let are_wanted = !p.codes.codes.is_null();
+        // Each lane finds the scale of one row, lane `i` and every eighth from there on that of row `i`.
+        let mut most = 0;
+        unroll!(I < 8; {
+            let of_row = warp::max(e4m3::largest_bits(scaled[I]));
+            most = if lane % UNIT_ROWS == I as u32 { of_row } else { most };
+        });
+        let [scale, inverse] = e4m3::scale_of(f32::from_bits(most));
+        unroll!(I < 8; {
+            let row = unit.row(I as u32);
+            let code = e4m3::codes_of_four(scaled[I], warp::shuffle_idx(inverse, I as u32));
+            let to = p.residual.scaled_of_lane(row, unit.column, lane);
+            to.store_if(!are_wanted, 0, scaled[I]);
+            p.codes.of_lane(p.residual.dim, row, unit.column, lane).store_if(are_wanted, 0, code);
+        });
+        p.codes.put_scale_if(are_wanted && lane < UNIT_ROWS, unit.row(lane), unit.column, scale);
     }
 }
 
