@@ -110,8 +110,8 @@ pub mod epilogue;
 
 pub use crate::e4m3::GROUP as SCALED_INPUTS;
 pub use beside::Beside;
-pub use e4m3::{E4m3, GemmE4m3, gemm_add_e4m3, gemm_e4m3, gemm_qkv_e4m3};
-pub use e4m3::{gemm_swiglu_coded_e4m3, gemm_swiglu_e4m3, gemm_write_e4m3};
+pub use e4m3::{E4m3, GemmE4m3, gemm_add_e4m3, gemm_add_shared_e4m3, gemm_e4m3, gemm_qkv_e4m3};
+pub use e4m3::{gemm_swiglu_coded_e4m3, gemm_swiglu_e4m3, gemm_write_e4m3, gemm_write_shared_e4m3};
 
 use epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected, features};
 
@@ -323,6 +323,8 @@ trait Inputs: Copy {
     unsafe fn load_tail(self, ring: &Ring, at: [u32; 2], slice: u32);
     /// Whether a tile's slices come split-K partial by partial, not one after another.
     const SPLIT: bool;
+    /// Blocks that take the same tile, each for some of its rows.
+    const SHARERS: u32;
     /// A warpgroup multiplies what comes, and finishes its part of each tile.
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles);
 }
@@ -335,6 +337,7 @@ impl Inputs for Bf16 {
     const TAIL_BYTES: u32 = 0;
     const COPIED: u32 = 0;
     const SPLIT: bool = true;
+    const SHARERS: u32 = 1;
 
     #[inline(always)]
     fn ring(n: u32) -> Shape {
@@ -798,11 +801,11 @@ unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
         }
         let tiles = Tiles {
             band: p.band,
-            together: if N == 192 { [1, 2] } else { [DOWN, ACROSS] },
+            together: if N == 192 { [1, 2] } else { [DOWN * I::SHARERS, ACROSS] },
             taken: 0,
             first: [p.first_row, p.first_feature],
             end: [p.m, p.n],
-            apart: [TILE_ROWS, if N == 192 { WEIGHT_ROWS } else { features::<E>(N) }],
+            apart: [if I::SHARERS > 1 { 0 } else { TILE_ROWS }, if N == 192 { WEIGHT_ROWS } else { features::<E>(N) }],
             size: [
                 DOWN * TILE_ROWS,
                 if N == 192 { 384 } else { ACROSS * features::<E>(N) * if E::IN_PAIRS { 2 } else { 1 } },

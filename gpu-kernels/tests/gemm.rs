@@ -691,6 +691,10 @@ fn codes_and_their_scales() {
             assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {pairs}");
         }
         assert_eq!(of.run::<add_e4m3_2x1>(false, 2).y, added.y);
+        // Two blocks for a tile.
+        assert_eq!(of.run::<gemm::gemm_write_shared_e4m3>(false, 2 * blocks).y, written.y);
+        let by_two = of.run::<gemm::gemm_add_shared_e4m3>(false, 2 * blocks);
+        assert_eq!((by_two.y, by_two.scaled), (added.y.clone(), added.scaled.clone()), "{m} {n} {pairs}");
         of.compare_codes::<gemm::gemm_add_e4m3>(false, blocks, &added.scaled);
         of.compare_codes::<gemm::gemm_swiglu_coded_e4m3>(true, blocks, &gated.out);
         of.case.bias = Random::new(m as u64).bf16s(n);

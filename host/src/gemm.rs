@@ -371,6 +371,10 @@ pub unsafe fn enqueue_cut(
     }
 }
 
+/// Rounds of tiles up to which a GEMM of e4m3 begins early: with more, blocks get whatever SM is free, and what begins
+/// early gains less than that costs.
+const EARLY_ROUNDS: u32 = 3;
+
 /// Enqueues a GEMM of e4m3; `p.gemm.band` is chosen here.
 ///
 /// # Safety
@@ -390,8 +394,12 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     let p = GemmE4m3 { gemm: Gemm { band: tuning.band_rows[0] / TILE_ROWS, ..p.gemm }, ..p };
     let in_pairs = epilogue == Epilogue::SwiGlu && !p.gemm.codes.codes.is_null();
     let tiles = if in_pairs { cut.tiles(m, n) / 2 } else { cut.tiles(m, n) };
-    let (blocks, shared) = (tiles.min(device.sms()), Gemm::shared_bytes(cut.weight_rows()));
-    let begins_early = is_early(device, cut, m, n, p.gemm.k);
+    // Where there are SMs for it, a tile is two blocks' work.
+    let has_two = matches!(epilogue, Epilogue::Write | Epilogue::Add);
+    let is_shared = has_two && m > TILE_ROWS / 2 && 2 * tiles <= device.sms();
+    let blocks = if is_shared { 2 * tiles } else { tiles.min(device.sms()) };
+    let shared = Gemm::shared_bytes(cut.weight_rows());
+    let begins_early = tiles <= EARLY_ROUNDS * device.sms();
     macro_rules! launch {
         ($kernel:ty) => {
             // SAFETY: the caller's word.
@@ -405,9 +413,11 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     }
     match epilogue {
         Epilogue::Qkv => launch!(gemm::gemm_qkv_e4m3),
+        Epilogue::Write if is_shared => launch!(gemm::gemm_write_shared_e4m3),
         Epilogue::Write => launch!(gemm::gemm_write_e4m3),
         Epilogue::SwiGlu if in_pairs => launch!(gemm::gemm_swiglu_coded_e4m3),
         Epilogue::SwiGlu => launch!(gemm::gemm_swiglu_e4m3),
+        Epilogue::Add if is_shared => launch!(gemm::gemm_add_shared_e4m3),
         Epilogue::Add => launch!(gemm::gemm_add_e4m3),
         Epilogue::Other(family) => panic!("no kernel of e4m3 for {family:?}"),
     }

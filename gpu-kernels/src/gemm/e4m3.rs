@@ -58,9 +58,11 @@ pub struct GemmE4m3 {
 /// Bytes of a stage's scales, of rows and of weights.
 const X_SCALES: u32 = TILE_ROWS * 4;
 const W_SCALES: u32 = 16;
+/// Bytes of a stage behind its rows and weights: swizzled rows begin at multiples of 1,024.
+const TAIL_BYTES: u32 = 1024;
 /// Bytes of a stage's rows and weights.
 const CODES: u32 = X_BYTES + WEIGHT_ROWS * DEPTH * 2;
-const RING: Shape = Shape::new(0, 5, CODES + E4m3::TAIL_BYTES);
+const RING: Shape = Shape::new(0, 5, CODES + TAIL_BYTES);
 // Boxes are where those of bf16 are.
 const _: () = assert!(RING.end() <= Gemm::boxes(128));
 
@@ -212,11 +214,16 @@ unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: 
     }
 }
 
-impl Inputs for E4m3 {
-    // Swizzled rows begin at multiples of 1,024.
-    const TAIL_BYTES: u32 = 1024;
+/// The inputs for so many blocks a tile, which are neighbours: of two, each multiplies half of the rows. A warpgroup that
+/// has the tensor cores to itself takes less time.
+#[derive(Clone, Copy)]
+struct SharedBy<const SHARERS: u32>(E4m3);
+
+impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
+    const TAIL_BYTES: u32 = TAIL_BYTES;
     const COPIED: u32 = X_SCALES + W_SCALES;
     const SPLIT: bool = false;
+    const SHARERS: u32 = SHARERS;
 
     #[inline(always)]
     fn ring(_: u32) -> Shape {
@@ -227,12 +234,12 @@ impl Inputs for E4m3 {
     unsafe fn load_tail(self, ring: &Ring, [row, n_tile]: [u32; 2], slice: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            let to = ring.stage_buffer().at(CODES as usize);
+            let (to, E4m3 { x_scales, w_scales, x_rows, groups }) = (ring.stage_buffer().at(CODES as usize), self.0);
             // A tile behind all of them has the last ones' scales again.
-            let row = row.min(self.x_rows - TILE_ROWS);
-            let x = self.x_scales.at((slice * self.x_rows + row) as usize).cast();
+            let row = row.min(x_rows - TILE_ROWS);
+            let x = x_scales.at((slice * x_rows + row) as usize).cast();
             bulk::copy_to_shared(to, x, X_SCALES, ring.full());
-            let w = self.w_scales.at(((n_tile / TOGETHER * self.groups + slice) * 4) as usize).cast();
+            let w = w_scales.at(((n_tile / TOGETHER * groups + slice) * 4) as usize).cast();
             bulk::copy_to_shared(to.at(X_SCALES as usize), w, W_SCALES, ring.full());
         }
     }
@@ -258,14 +265,16 @@ impl Inputs for E4m3 {
             wait::<DOWN, ACROSS>(p);
             for (row, column) in InOrder::<E>::new(tiles) {
                 (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column);
-                let inside = half.row < p.m && column < p.n;
+                let is_own = SHARERS == 1 || thread::block_idx_x() % SHARERS == group;
+                let inside = half.row < p.m && column < p.n && is_own;
                 let early = E::early(p, &half);
                 if inside {
                     // Likewise.
                     ring = ring.of_lane(0);
                     operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
                 } else {
-                    // Of few rows this warpgroup has none: it leaves the tensor cores to the other.
+                    // Of few rows this warpgroup has none, or another block has them: it leaves the tensor cores to the
+                    // other.
                     skip::<DOWN, ACROSS>(&mut ring, p.slices(), half.barrier);
                 }
                 let ahead = E::ahead::<128>(p, &half, inside, early);
@@ -287,24 +296,32 @@ impl Inputs for E4m3 {
 #[inline(always)]
 pub unsafe fn gemm_e4m3<E: Epilogue, const DOWN: u32, const ACROSS: u32>(p: &GemmE4m3) {
     // SAFETY: the caller's word.
-    unsafe { gemm_of::<E, E4m3, 128, DOWN, ACROSS>(&p.gemm, p.scales) }
+    unsafe { gemm_of::<E, SharedBy<1>, 128, DOWN, ACROSS>(&p.gemm, SharedBy(p.scales)) }
 }
 
 macro_rules! kernels {
-    ($($epilogue:ty: $what:literal, $name:ident;)*) => { $(
+    ($($epilogue:ty: $what:literal, $name:ident $($shared:ident)?;)*) => { $(
         #[doc = concat!($what, " Of e4m3.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $name(p: GemmE4m3) {
             // SAFETY: the caller's word.
             unsafe { gemm_e4m3::<$epilogue, 1, 1>(&p) }
         }
+        $(
+            #[doc = concat!($what, " Of e4m3, with two blocks for each tile.")]
+            #[kernel(threads = THREADS, min_blocks = 1)]
+            pub unsafe fn $shared(p: GemmE4m3) {
+                // SAFETY: the caller's word.
+                unsafe { gemm_of::<$epilogue, SharedBy<2>, 128, 1, 1>(&p.gemm, SharedBy(p.scales)) }
+            }
+        )?
     )* };
 }
 
 kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", gemm_qkv_e4m3;
-    Write: "`y = x · wᵀ`, sums of each row times its factor.", gemm_write_e4m3;
+    Write: "`y = x · wᵀ`, sums of each row times its factor.", gemm_write_e4m3 gemm_write_shared_e4m3;
     SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", gemm_swiglu_e4m3;
     SwiGluCoded: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)` as codes, sums of each row times its factor.", gemm_swiglu_coded_e4m3;
-    AddTo<true>: "The residual stream plus `x · wᵀ`.", gemm_add_e4m3;
+    AddTo<true>: "The residual stream plus `x · wᵀ`.", gemm_add_e4m3 gemm_add_shared_e4m3;
 }
