@@ -214,8 +214,8 @@ unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: 
     }
 }
 
-/// The inputs for so many blocks a tile, which are neighbours: of two, each multiplies half of the rows. A warpgroup that
-/// has the tensor cores to itself takes less time.
+/// The inputs for so many blocks a tile, which are neighbours: of two, each multiplies half of the rows. A warpgroup
+/// that has the tensor cores to itself takes less time.
 #[derive(Clone, Copy)]
 struct SharedBy<const SHARERS: u32>(E4m3);
 
