@@ -2,12 +2,11 @@
 
 mod common;
 
-use common::{Random, RowBuffers, relative_error, reordered, run, widen};
+use common::{CodeBuffers, Random, RowBuffers, relative_error, reordered, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use gpu_kernels::attention::{self, Attend, SPLIT};
-use gpu_kernels::e4m3::{CodedRows, QuantizeRows, groups, quantize_rows};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS, place};
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use proptest::prelude::*;
@@ -154,20 +153,12 @@ impl Case {
             assert!(paired.as_slice() == out.as_slice(), "in pairs");
         }
         // As codes: those that a launch of their own makes of the rows.
-        let (k, groups) = ((self.q_heads * D) as u32, groups((self.q_heads * D) as u32));
-        let memory = || (Buffer::from_slice(&vec![0xffu8; rows * k as usize]), vec![0f32; groups as usize * rows]);
-        let [found, apart] = [memory(), memory()].map(|(codes, scales)| (codes, Buffer::from_slice(&scales)));
-        let to = |(codes, scales): &(Buffer<u8>, Buffer<f32>)| CodedRows {
-            codes: codes.ptr_mut(),
-            scales: scales.ptr_mut(),
-            x_rows: rows as u32,
-        };
-        let params = PrefillAttention { out: Default::default(), codes: to(&found), ..params };
+        let [found, apart] = [0; 2].map(|_| CodeBuffers::new(rows, self.q_heads * D, 0.0));
+        let params = PrefillAttention { out: Default::default(), codes: found.rows(), ..params };
         run::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, seed, params);
-        let params = QuantizeRows { x: out.ptr(), to: to(&apart), first_row: 0, m: rows as u32, k, in_order: 0 };
-        run::<quantize_rows>([groups, (rows as u32).div_ceil(QuantizeRows::ROWS), 1], 0, seed, params);
-        assert!(found.0.as_slice() == apart.0.as_slice(), "codes");
-        assert_eq!(found.1.as_slice(), apart.1.as_slice());
+        apart.quantize(out.ptr(), 0..rows, false);
+        assert!(found.codes.as_slice() == apart.codes.as_slice(), "codes");
+        assert_eq!(found.scales.as_slice(), apart.scales.as_slice());
         out.as_slice().to_vec()
     }
 }

@@ -2,12 +2,10 @@
 
 mod common;
 
-use common::{Random, e4m3, laid_out, reordered, run};
+use common::{CodeBuffers, Random, e4m3, laid_out, reordered, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
-use gpu_kernels::e4m3::{
-    CodedRows, EncodeE4m3, GROUP, QuantizeRows, encode_e4m3, groups, quantize_rows, scale_of, scales_len,
-};
+use gpu_kernels::e4m3::{EncodeE4m3, GROUP, encode_e4m3, groups, scale_of, scales_len};
 use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, StreamMatrix, Walk, Wave};
 
@@ -20,21 +18,10 @@ fn distance(x: f32) -> f32 {
 /// Quantises rows from `first` on, in the order of slots or as they come; with poison where nothing is written.
 fn quantized(x: &[bf16], k: usize, first: usize, in_order: bool) -> (Vec<u8>, Vec<f32>) {
     let rows = x.len() / k;
-    let x_rows = rows.next_multiple_of(128);
     let x = Buffer::from_slice(&if in_order { x.to_vec() } else { reordered(x, k, false) });
-    let codes = Buffer::from_slice(&vec![0xffu8; rows * k]);
-    let groups = groups(k as u32);
-    let scales = Buffer::from_slice(&vec![-1f32; groups as usize * x_rows]);
-    let params = QuantizeRows {
-        x: x.ptr(),
-        to: CodedRows { codes: codes.ptr_mut(), scales: scales.ptr_mut(), x_rows: x_rows as u32 },
-        first_row: first as u32,
-        m: rows as u32,
-        k: k as u32,
-        in_order: in_order.into(),
-    };
-    run::<quantize_rows>([groups, ((rows - first) as u32).div_ceil(QuantizeRows::ROWS), 1], 0, 3, params);
-    (codes.as_slice().to_vec(), scales.as_slice().to_vec())
+    let to = CodeBuffers::new(rows.next_multiple_of(128), k, -1.0);
+    to.quantize(x.ptr(), first..rows, in_order);
+    (to.codes.as_slice()[..rows * k].to_vec(), to.scales.as_slice().to_vec())
 }
 
 #[test]

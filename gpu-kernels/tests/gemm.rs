@@ -2,11 +2,11 @@
 
 mod common;
 
-use common::{Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run, run_resident, widen};
+use common::{CodeBuffers, Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run, run_resident, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
-use gpu_kernels::e4m3::{self, CodedRows, QuantizeRows, quantize_rows};
+use gpu_kernels::e4m3::CodedRows;
 use gpu_kernels::gemm::{self, Beside, E4m3, Gemm, GemmE4m3, SPAN, TILE_ROWS, epilogue, gemm_e4m3};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::{self, Linear, N_TILE};
@@ -623,23 +623,14 @@ impl CodedCase {
     fn compare_codes<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32, in_bf16: &[bf16]) {
         let m = self.case.m;
         let (n, rows) = (in_bf16.len() / m, m.next_multiple_of(TILE_ROWS as usize));
-        let codes = || Buffer::from_slice(&vec![0xff; rows * n]);
-        let scales = || Buffer::from_slice(&vec![0f32; rows * e4m3::groups(n as u32) as usize]);
-        let [found, apart] = [(codes(), scales()), (codes(), scales())];
-        let to = |(codes, scales): &(Buffer<u8>, Buffer<f32>)| CodedRows {
-            codes: codes.ptr_mut(),
-            scales: scales.ptr_mut(),
-            x_rows: rows as u32,
-        };
-        let results = self.run_to::<K>(gated, blocks, to(&found));
+        let [found, apart] = [0; 2].map(|_| CodeBuffers::new(rows, n, 0.0));
+        let results = self.run_to::<K>(gated, blocks, found.rows());
         let is_unwritten = |v: &bf16| v.to_bits() == u16::MAX;
         assert!(results.scaled.iter().all(is_unwritten) && results.out.iter().all(is_unwritten), "nothing in bf16");
         let x = Buffer::from_slice(&reordered(in_bf16, n, false));
-        let params = QuantizeRows { x: x.ptr(), to: to(&apart), first_row: 0, m: m as u32, k: n as u32, in_order: 0 };
-        let blocks = (m as u32).div_ceil(QuantizeRows::ROWS);
-        run::<quantize_rows>([e4m3::groups(n as u32), blocks, 1], 0, 3, params);
-        assert!(found.0.as_slice()[..m * n] == apart.0.as_slice()[..m * n], "{m} rows of {n}");
-        for (found, want) in found.1.as_slice().chunks(rows).zip(apart.1.as_slice().chunks(rows)) {
+        apart.quantize(x.ptr(), 0..m, false);
+        assert!(found.codes.as_slice()[..m * n] == apart.codes.as_slice()[..m * n], "{m} rows of {n}");
+        for (found, want) in found.scales.as_slice().chunks(rows).zip(apart.scales.as_slice().chunks(rows)) {
             assert_eq!(found[..m], want[..m], "{m} rows of {n}");
         }
     }

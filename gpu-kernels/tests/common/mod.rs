@@ -1,9 +1,12 @@
 //! What the kernel tests share: rows, random data, launches.
 #![allow(dead_code)]
 
+use std::ops::Range;
+
 use cuda_std::emulator::{self, Buffer, Launch};
 use cuda_std::{Global, Kernel, bf16};
 use gpu_kernels::batched::{self, BatchedStep};
+use gpu_kernels::e4m3::{self, CodedRows, QuantizeRows, quantize_rows};
 use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
@@ -45,6 +48,34 @@ impl Random {
 
     pub fn bf16s(&mut self, len: usize) -> Vec<bf16> {
         (0..len).map(|_| bf16::from_f32(self.uniform())).collect()
+    }
+}
+
+/// Device memory behind a [`CodedRows`]; its codes are poison until they are written.
+pub struct CodeBuffers {
+    pub codes: Buffer<u8>,
+    pub scales: Buffer<f32>,
+    rows: usize,
+    k: usize,
+}
+
+impl CodeBuffers {
+    /// For so many rows of `k` elements; scales that nobody writes are `unwritten`.
+    pub fn new(rows: usize, k: usize, unwritten: f32) -> Self {
+        let scales = vec![unwritten; rows * e4m3::groups(k as u32) as usize];
+        let codes = vec![0xff; rows * k];
+        Self { codes: Buffer::from_slice(&codes), scales: Buffer::from_slice(&scales), rows, k }
+    }
+
+    pub fn rows(&self) -> CodedRows {
+        CodedRows { codes: self.codes.ptr_mut(), scales: self.scales.ptr_mut(), x_rows: self.rows as u32 }
+    }
+
+    /// Has [`quantize_rows`] make these rows of `x` codes.
+    pub fn quantize(&self, x: Global<bf16>, rows: Range<usize>, in_order: bool) {
+        let (first_row, m, k) = (rows.start as u32, rows.end as u32, self.k as u32);
+        let params = QuantizeRows { x, to: self.rows(), first_row, m, k, in_order: in_order.into() };
+        run::<quantize_rows>([e4m3::groups(k), (m - first_row).div_ceil(QuantizeRows::ROWS), 1], 0, 3, params);
     }
 }
 
