@@ -20,6 +20,7 @@ fn warps_exchange() {
     });
     passes::<ballot>(one, 32, |_| (0..32).filter(|i| i % 3 == 0).map(|i| 1 << i).sum());
     passes::<votes>(one, 32, |_| 1 + 4);
+    passes::<most>(one, 32, |_| 31);
     passes::<turned>(one, 32, |i| {
         let (row, column) = (i as u32 / 4, i as u32 % 4 * 2);
         (column * 8 + row) | ((column + 1) * 8 + row) << 16

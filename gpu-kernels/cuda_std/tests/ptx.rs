@@ -55,6 +55,7 @@ fn both(ptx: &str) {
     has(ptx, "wide", &[("shfl.sync.bfly.b32", 2), ("shfl.sync.down.b32", 2), ("shfl.sync.idx.b32", 1)]);
     has(ptx, "ballot", &[("vote.sync.ballot.b32", 1)]);
     has(ptx, "votes", &[("vote.sync.any.pred", 2), ("vote.sync.all.pred", 2)]);
+    has(ptx, "most", &[("redux.sync.max.u32", 1)]);
     has(
         ptx,
         "sizes",

@@ -68,6 +68,8 @@ lanes! {
             + 4 * warp::all(lane < 32) as u32
             + 8 * warp::all(lane != 9) as u32
     };
+    /// `max`, of numbers that a signed comparison would order otherwise.
+    most |p, lane| warp::max(lane << 27) >> 27;
     /// `mma::transpose`, of the matrix whose elements count up.
     turned |p, lane| mma::transpose((2 * lane) | ((2 * lane + 1) << 16));
     /// `elect`.
