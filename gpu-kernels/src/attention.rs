@@ -15,13 +15,10 @@
 //! splits (flash decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov
 //! and Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
-//! # Which keys a lane holds
-//! Column `n` of key tile `j` is key `8 j + n / 2 + 4 (n % 2)` of the warp's 32 ([`key_of`]): a lane's scores are those
-//! of keys `8 j + t` and 4 further, of each tile. With the [swizzle](crate::kv) of the cache, the eight lanes that read
-//! keys from shared memory at a time, two columns of a tile, then meet every bank once, and so do `ldmatrix`'s of
-//! values.
-//!
 //! # Order
+//! A score is summed over its dimensions as they come, 16 an instruction, and values over their keys likewise: so
+//! `wgmma`, which reads both from shared memory, gives the same bits.
+//!
 //! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets
 //! another. [`combine`] deals the splits to 8 warps in turn; each adds its own from first to last, and then the warps
 //! are added from first to last.
@@ -32,7 +29,7 @@ mod warps;
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
-use crate::kv::{Cache, HEAD_DIM, place};
+use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
 use crate::linear::place_of;
 use crate::quad;
 use crate::step::Rows;
@@ -40,12 +37,14 @@ pub(crate) use by_dims::{DimSums, TileWeights, add_eight};
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
-pub(crate) use warps::{QUARTER, reduce, reduce_few};
+pub(crate) use warps::{QUARTER, put_sum, reduce, reduce_few};
 
 /// Keys of a block of [`attend`].
 pub const SPLIT: u32 = 256;
 /// (row, query head) pairs of a block of [`attend`].
 pub const PAIRS: u32 = 16;
+/// Pairs that `wgmma` takes at a time.
+pub(crate) const ALL_PAIRS: u32 = 64;
 const WARPS: u32 = 8;
 /// Keys of a warp.
 pub(crate) const WARP_KEYS: u32 = SPLIT / WARPS;
@@ -205,18 +204,18 @@ impl Tile {
         self.first_row + self.group.divide(pair).0
     }
 
+    /// The last key that a pair sees, where rows stand at their `position`: none, of a pair that is not there.
+    #[inline(always)]
+    pub fn last_key(&self, pair: u32, position: impl Fn(u32) -> u32) -> i32 {
+        if pair < self.pairs { position(self.row(pair)) as i32 } else { -1 }
+    }
+
     /// The place of a pair among all rows' heads.
     #[inline(always)]
     pub const fn place(&self, p: &Attend, pair: u32) -> usize {
         let (row, head) = self.group.divide(pair);
         (self.first_row + row) as usize * p.q_heads as usize + (self.kv_head * self.group.value + head) as usize
     }
-}
-
-/// Which of a tile's eight keys column `n` of its scores is.
-#[inline(always)]
-pub(crate) const fn key_of(n: u32) -> u32 {
-    n / 2 + n % 2 * 4
 }
 
 /// The first keys of a warp's four tiles of eight.
@@ -226,7 +225,7 @@ pub(crate) const TILE_KEYS: [u32; 4] = [0, 8, 16, 24];
 #[derive(Clone, Copy)]
 pub(crate) struct SoftmaxWeights {
     /// `exp2(score − top)` as A of the tensor core: of 16 keys, two tiles, and of the other 16.
-    words: [[u32; 4]; 2],
+    pub words: [[u32; 4]; 2],
     pub top: [f32; 2],
     pub norm: [f32; 2],
 }
@@ -236,9 +235,9 @@ impl SoftmaxWeights {
     pub const NOTHING: Self = Self { words: [[0; 4]; 2], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
-/// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives 16 bytes of pair
-/// `g + 8 i` from dimension `8 t + 32 j` on; `keys(i)` likewise, from dimension `8 t + 32 i` on, of column `g` of each
-/// tile ([`key_of`]).
+/// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives four words of pair
+/// `g + 8 i`, the `w`-th of dimensions `32 j + 8 w + 2 t` and one on; `keys(i)` likewise, of dimensions from `32 i` on,
+/// of key `g` of each tile.
 #[inline(always)]
 pub(crate) fn score_keys(
     query: impl Fn(usize, usize) -> [u32; 4],
@@ -257,16 +256,15 @@ pub(crate) fn score_keys(
 /// on, below 64; those 64 further lie [`QUERY_HALF`] words on.
 #[inline(always)]
 pub(crate) const fn query_word(pair: u32, lane: u32) -> u32 {
-    let (j, t, m, x) = (lane / 16, lane % 16 / 4, lane % 4 / 2, lane % 2);
+    let (j, m, x, t) = (lane / 16, lane % 16 / 8, lane % 8 / 4, lane % 4);
     ((2 * j + m) * 32 + pair % 8 * 4 + t) * 4 + 2 * x + pair / 8
 }
 
 /// See [`query_word`].
 pub(crate) const QUERY_HALF: u32 = 4 * 32 * 4;
 
-/// [`score_keys`] of at most two tiles of pairs. `queries(tile, j)` gives A of the tensor core for 32 dimensions from
-/// `32 j` on: of lane `4 g + t` the first, and then the other four of the dimensions from `8 t + 32 j` on, of pairs `g`
-/// and `g + 8`.
+/// [`score_keys`] of at most two tiles of pairs. `queries(tile, j)` gives A of the tensor core for the 16 dimensions
+/// from `32 j` on, and for the next 16.
 #[inline(always)]
 pub(crate) fn score_tiles<const N: usize>(
     queries: impl Fn(usize, usize) -> [[u32; 4]; 2],
@@ -299,21 +297,30 @@ pub(crate) fn weigh_some<const HALVES: usize>(
     p: &Attend,
     tile: &Tile,
     position: impl Fn(u32) -> u32,
+    s: [[f32; 4]; 4],
+) -> SoftmaxWeights {
+    let g = tile.lane / 4;
+    let second = if HALVES == 1 { -1 } else { tile.last_key(g + 8, &position) };
+    weigh_keys::<HALVES>(p, tile.first_key(), tile.lane, [tile.last_key(g, &position), second], s)
+}
+
+/// [`weigh_some`] of the 32 keys from `first` on, where a lane's two pairs see keys up to `last`.
+#[inline(always)]
+pub(crate) fn weigh_keys<const HALVES: usize>(
+    p: &Attend,
+    first: u32,
+    lane: u32,
+    last: [i32; 2],
     mut s: [[f32; 4]; 4],
 ) -> SoftmaxWeights {
-    let (g, t) = (tile.lane / 4, tile.lane % 4);
     let (mut top, mut norm) = ([f32::NEG_INFINITY; 2], [0.0; 2]);
-    let limit = |pair: u32| {
-        if pair < tile.pairs { position(tile.row(pair)) as i32 } else { -1 }
-    };
-    let limit = if HALVES == 1 { [limit(g), -1] } else { [limit(g), limit(g + 8)] };
     let scale = p.scale * LOG2_E;
-    let first = tile.first_key() + t;
+    let first = first + 2 * (lane % 4);
     unroll!(I < HALVES of 2; {
         unroll!(J < 8; {
             let score = &mut s[J / 2][2 * I + J % 2];
-            let key = first + (J / 2 * 8 + J % 2 * 4) as u32;
-            *score = if key as i32 <= limit[I] { *score * scale } else { f32::NEG_INFINITY };
+            let key = first + (J / 2 * 8 + J % 2) as u32;
+            *score = if key as i32 <= last[I] { *score * scale } else { f32::NEG_INFINITY };
             top[I] = math::max(top[I], *score);
         });
         top[I] = quad::max(top[I]);
@@ -331,7 +338,7 @@ pub(crate) fn weigh_some<const HALVES: usize>(
 }
 
 /// The values of these keys, so weighed. `values(i)` gives, for four `n` from `4 i` on, dimension `8 n + g` of keys
-/// `8 j + t` and `8 j + t + 4`, in word `j`.
+/// `8 j + 2 t` and one on, in word `j`.
 #[inline(always)]
 pub(crate) fn add_values(weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> WarpAttention {
     let mut found = WarpAttention { top: weights.top, norm: weights.norm, ..WarpAttention::NOTHING };
@@ -354,31 +361,52 @@ pub(crate) fn add_values_each(
     });
 }
 
-/// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows
-/// begin at byte `first`. Beyond them, the last again.
+/// A lane's part of a warp's keys in shared memory, as [`score_tiles`] wants them: of keys `0..=last`, whose rows begin
+/// at byte `first` and lie so. Beyond them, the last again.
 #[inline(always)]
-pub(crate) unsafe fn values_from(first: u32, last: u32, lane: u32) -> impl Fn(usize) -> [[u32; 4]; 4] {
-    let key = value_of(lane).min(last);
+pub(crate) unsafe fn keys_from(
+    layout: PageLayout,
+    first: u32,
+    last: u32,
+    lane: u32,
+) -> impl Fn(usize) -> [[u32; 4]; 4] {
+    let keys = TILE_KEYS.map(|tile| (tile + lane % 8).min(last));
+    move |i| {
+        keys.map(|key| {
+            // SAFETY: the caller's word.
+            unsafe { mma::ldmatrix_x4(shared::dynamic::<u8>(first + layout.chunk(key, key_chunk(i, lane)))) }
+        })
+    }
+}
+
+/// Which eight dimensions of a key a lane gives the address of, for the 32 from `32 i` on: of all keys of a tile, the
+/// `lane % 8`-th.
+#[inline(always)]
+pub(crate) const fn key_chunk(i: usize, lane: u32) -> u32 {
+    4 * i as u32 + lane / 8
+}
+
+/// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows
+/// begin at byte `first` and lie so. Beyond them, the last again.
+#[inline(always)]
+pub(crate) unsafe fn values_from(
+    layout: PageLayout,
+    first: u32,
+    last: u32,
+    lane: u32,
+) -> impl Fn(usize) -> [[u32; 4]; 4] {
     // SAFETY: the caller's word.
-    let eight = unsafe { eight_values(first + key * HEAD_DIM * 2, key) };
+    let eight = unsafe { eight_values(layout, first, lane.min(last)) };
     move |i| [0, 1, 2, 3].map(|j| eight(4 * i as u32 + j))
 }
 
-/// Which of a warp's 32 keys a lane gives the address of, for [`eight_values`].
+/// A lane's part of a warp's values in shared memory, eight dimensions from `8 n` on for each `n`. The lane's own is
+/// that of token `key`, where rows begin at byte `first` and lie so.
 #[inline(always)]
-pub(crate) const fn value_of(lane: u32) -> u32 {
-    lane / 8 * 8 + key_of(lane % 8)
-}
-
-/// A lane's part of a warp's values in shared memory, eight dimensions from `8 n` on for each `n`. The lane's own key
-/// has its row from byte `first` on, and lies there as `key` does.
-#[inline(always)]
-pub(crate) unsafe fn eight_values(first: u32, key: u32) -> impl Fn(u32) -> [u32; 4] {
-    // SAFETY: the caller's, in both: eight dimensions of a row that is there.
-    let row = unsafe { shared::dynamic::<bf16>(first) };
+pub(crate) unsafe fn eight_values(layout: PageLayout, first: u32, key: u32) -> impl Fn(u32) -> [u32; 4] {
     move |n| {
-        // SAFETY: the caller's word.
-        unsafe { mma::ldmatrix_x4_trans(row.at(place(key, 8 * n) as usize)) }
+        // SAFETY: the caller's: eight dimensions of a row that is there.
+        unsafe { mma::ldmatrix_x4_trans(shared::dynamic::<u8>(first + layout.chunk(key, n))) }
     }
 }
 
@@ -448,11 +476,12 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
         if key0 <= last {
             let query = |i: usize, j: usize| {
                 let pair = g + 8 * i as u32;
+                let mut words = [0; 4];
                 if pair < tile.pairs {
-                    p.q.load16(tile.place(p, pair) * HEAD_DIM as usize + (8 * t) as usize + 32 * j)
-                } else {
-                    [0; 4]
+                    let first = tile.place(p, pair) * (HEAD_DIM / 2) as usize + t as usize + 16 * j;
+                    words = [0, 4, 8, 12].map(|w| p.q.cast::<u32>().load(first + w));
                 }
+                words
             };
             let keys = p.cache.key(sequence, key0, tile.kv_head);
             let values = p.cache.value(sequence, key0, tile.kv_head);
@@ -460,10 +489,11 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             let row = |k: u32, d: u32| (k * HEAD_DIM + place(k, d)) as usize;
             // A key beyond the last row's is masked; the cache there is zeroed or stale, never unmapped: a
             // page holds 64 keys, and the warp's 32 never cross one.
-            let keys = |i: usize| TILE_KEYS.map(|first| keys.load16(row(first + key_of(g), 8 * t + 32 * i as u32)));
+            let key = |k: u32, d: u32| [0, 8, 16, 24].map(|w| keys.cast::<u32>().load(row(k, d + w) / 2));
+            let keys = |i: usize| TILE_KEYS.map(|first| key(first + g, 2 * t + 32 * i as u32));
             let value = |n: u32| {
                 let pairs = values.cast::<u32>();
-                TILE_KEYS.map(|first| mma::transpose(pairs.load(row(first + key_of(g), 8 * n + 2 * t) / 2)))
+                TILE_KEYS.map(|first| mma::transpose(pairs.load(row(first + g, 8 * n + 2 * t) / 2)))
             };
             let values = |i: usize| [0, 1, 2, 3].map(|j| value(4 * i as u32 + j));
             found = add_values(&weigh(p, &tile, position, score_keys(query, keys)), values);

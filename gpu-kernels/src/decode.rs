@@ -36,7 +36,11 @@ mod heads;
 mod producer;
 mod sequences;
 mod tree;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+mod wide;
 
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::tensor;
 use cuda_std::tensor::TensorMap;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use cuda_std::wgmma;
@@ -73,12 +77,14 @@ const CHAIN: u8 = 0;
 const TREE: u8 = 1;
 /// Of several sequences: those of one lie together, one behind the other.
 const SEQUENCES: u8 = 2;
-const RING: Shape = Shape::new(0, 12, CHUNK_BYTES);
-/// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention.
-const SCRATCH: u32 = RING.end().next_multiple_of(128);
+const STAGES: u32 = 12;
+const RING: Shape = Shape { start: 0, stages: STAGES, bytes: CHUNK_BYTES, barriers: SCRATCH + SCRATCH_BYTES };
+/// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention. It begins
+/// where `wgmma` may read queries.
+const SCRATCH: u32 = STAGES * CHUNK_BYTES;
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
 /// Each row's norm factor. Of one row: the sequence flag of the squares that the factor is asked of, then the factor.
-const FACTORS: u32 = SCRATCH + SCRATCH_BYTES;
+const FACTORS: u32 = RING.end();
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 /// How many arrivals the grid barrier had counted when the last one ended.
@@ -111,6 +117,8 @@ pub struct DecodeStep {
     pub maps: Global<TensorMap>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
+    /// How TMA reads all of them: see [`page_array`].
+    pub page_map: Global<TensorMap>,
     /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries'
     /// `[128]` and the keys' `[128]` (ones where heads have none); then the final norm's `[hidden]`.
     pub norms: Global<bf16>,
@@ -136,6 +144,18 @@ pub struct DecodeStep {
     pub layer_count: u32,
     /// Intermediate size.
     pub intermediate: u32,
+}
+
+/// What [`DecodeStep::page_map`] describes: the cache of `layers` layers of `elements` each at `address`. A box has half
+/// of the dimensions of some tokens' keys, or values, of a head.
+#[cfg(not(target_arch = "nvptx64"))]
+#[must_use]
+pub const fn page_array(address: u64, layers: usize, elements: usize) -> tensor::Array {
+    // Words of 8 bytes; rows; their halves; layers.
+    let (row, half) = (HEAD_DIM as u64 * 2, HEAD_DIM as u64);
+    let sizes = [half / 8, elements as u64 / HEAD_DIM as u64, 2, layers as u64];
+    let extent = [HEAD_DIM / 8, producer::PIECE_TOKENS, 1, 1];
+    tensor::Array { address, sizes, strides: [row, half, elements as u64 * 2], extent }
 }
 
 /// The matrices of a layer, in the order of the stream, and the head.
@@ -309,6 +329,8 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const 
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
+        #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+        wgmma::declare();
         if count > 1 {
             run::<F, TILES, GROUP, false, ROWS>(p, count);
         }
@@ -592,6 +614,7 @@ pub unsafe fn decode_16_sequences_int4_f16(p: DecodeStep) {
 
 // What a block of an H100 may have, and that a wave's partial sums fit.
 const _: () = assert!(SHARED_BYTES <= 232_448 && consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
+const _: () = assert!(SCRATCH.is_multiple_of(1024) && RING.barriers.is_multiple_of(8));
 const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);
 /// Slices of 16 × 64 bf16, two of each split-K partial.
 const _: () = assert!(SLICE_BYTES * SLICES == CHUNK_BYTES && SLICES == 2 * K_PARTIALS);

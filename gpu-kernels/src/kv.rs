@@ -30,6 +30,35 @@ pub const fn place(position: u32, d: u32) -> u32 {
     d ^ (position % 8 * 8)
 }
 
+/// How a head's keys, or values, of a page lie in shared memory: rows of tokens, of two halves of 128 bytes. The 16-byte
+/// chunks of a half are at their [`place`].
+#[derive(Clone, Copy)]
+pub(crate) struct PageLayout {
+    /// Bytes from a token to the next.
+    row: u32,
+    /// Bytes from the first half of a row to the other.
+    half: u32,
+}
+
+impl PageLayout {
+    /// As in the cache.
+    pub const CACHE: Self = Self { row: HEAD_DIM * 2, half: HEAD_DIM };
+    /// All first halves, then all others: as `wgmma` reads them.
+    pub const HALVES: Self = Self { row: HEAD_DIM, half: PAGE_TOKENS * HEAD_DIM };
+
+    /// Where the first half of a token's row begins, in bytes.
+    #[inline(always)]
+    pub const fn row(self, token: u32) -> u32 {
+        token * self.row
+    }
+
+    /// Where a token's eight dimensions from `8 chunk` on lie, in bytes.
+    #[inline(always)]
+    pub const fn chunk(self, token: u32, chunk: u32) -> u32 {
+        self.row(token) + chunk / 8 * self.half + (chunk ^ token) % 8 * 16
+    }
+}
+
 /// Elements of a page over `kv_heads` heads: keys and values.
 pub const fn page_elements(kv_heads: u32) -> usize {
     2 * BLOCK as usize * kv_heads as usize

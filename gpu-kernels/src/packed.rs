@@ -24,8 +24,8 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
-use crate::attention::{TILE_KEYS, WARP_KEYS, key_of, values_from};
-use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
+use crate::attention::{TILE_KEYS, WARP_KEYS, keys_from, values_from};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, PageLayout, place};
 
 /// Of a group, where its parts begin.
 const MIDDLE: u32 = 32 * 32;
@@ -315,17 +315,12 @@ pub unsafe fn pack_pages(p: PackPages) {
         let (kind, token, first) = part(warp_id);
         let raw = kind * RAW_BYTES + token * HEAD_DIM * 2;
         let packed = PACKED + kind * PACKED_BYTES;
-        let keys = shared::dynamic::<bf16>(raw);
-        let (g, t) = (lane / 4, lane % 4);
         unroll!(I < 2; {
             let i = first + I;
             let fragments = if kind == 0 {
-                TILE_KEYS.map(|tile| {
-                    let key = tile + key_of(g);
-                    keys.load16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize)
-                })
+                keys_from(PageLayout::CACHE, raw, WARP_KEYS - 1, lane)(i)
             } else {
-                values_from(raw, WARP_KEYS - 1, lane)(i)
+                values_from(PageLayout::CACHE, raw, WARP_KEYS - 1, lane)(i)
             };
             Group::new(fragments, found.base(kind)).store(Group::at(packed, token, lane, i as u32));
         });
@@ -365,14 +360,17 @@ pub unsafe fn unpack_pages(p: PackPages) {
             let fragments = Group::load(Group::at(packed, token, lane, i as u32)).fragments(found.base(kind));
             unroll!(J < 4; {
                 if kind == 0 {
-                    let key = TILE_KEYS[J] + key_of(g);
-                    raw.store16((key * HEAD_DIM + place(key, 8 * t + 32 * i as u32)) as usize, fragments[J]);
+                    let key = TILE_KEYS[J] + g;
+                    unroll!(W < 4; {
+                        let d = 32 * i as u32 + 8 * W as u32 + 2 * t;
+                        raw.cast::<u32>().store((key * HEAD_DIM + place(key, d)) as usize / 2, fragments[J][W]);
+                    });
                 } else {
-                    // Of dimension 8 n + g a word has two keys', four apart.
+                    // Of dimension 8 n + g a word has two keys'.
                     let d = 8 * (4 * i + J) as u32 + g;
                     unroll!(W < 4; {
                         unroll!(H < 2; {
-                            let key = TILE_KEYS[W] + t + 4 * H as u32;
+                            let key = TILE_KEYS[W] + 2 * t + H as u32;
                             let value = bf16::from_bits((fragments[J][W] >> (16 * H)) as u16);
                             raw.store((key * HEAD_DIM + place(key, d)) as usize, value);
                         });

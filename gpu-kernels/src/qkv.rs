@@ -9,11 +9,11 @@
 //! rotated[d + 64] = x[d + 64] · cos[position, d] + x[d]      · sin[position, d]
 //! ```
 
-use cuda_std::shared::Shared;
+use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 use crate::attention::{QUERY_HALF, query_word};
-use crate::kv::{Cache, HEAD_DIM, place};
+use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
 use crate::step::Rows;
 
 /// Heads of a block of [`split_heads`].
@@ -299,6 +299,28 @@ impl HeadVector {
             // SAFETY: the caller's word.
             unsafe { to.cast::<u32>().store(i, word) };
         });
+    }
+
+    /// Writes it as the row of a token of the page in shared memory that begins at byte `page` and lies so.
+    #[inline(always)]
+    pub unsafe fn store_in_page(&self, layout: PageLayout, page: u32, token: u32) {
+        unroll!(I < 2; {
+            let to = page + layout.chunk(token, self.lane / 4 + (8 * I) as u32) + self.lane % 4 * 4;
+            // SAFETY: the caller's word.
+            unsafe { shared::dynamic::<u32>(to).store(0, [self.low, self.high][I]) };
+        });
+    }
+
+    /// Writes a query to shared memory so that its `32 j + 8 t`-th element is followed by what
+    /// [`score_keys`](crate::attention::score_keys) wants of it together.
+    #[inline(always)]
+    pub unsafe fn store_for_words(&self, to: Shared<bf16>) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let to = to.cast::<u32>().at((self.lane & 16 | self.lane % 4 * 4 | self.lane % 16 / 4) as usize);
+            to.store(0, self.low);
+            to.store((HALF / 2) as usize, self.high);
+        }
     }
 
     /// Writes a query into a tile of queries in shared memory, as this pair's: see [`query_word`].

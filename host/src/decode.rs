@@ -24,6 +24,7 @@ pub struct Decode {
     /// None where there are none.
     biases: Option<Buffer<bf16>>,
     pages: Buffer<u64>,
+    page_map: TensorMaps,
     counters: Buffer<u32>,
     /// The words of the exchange.
     words: Buffer<u64>,
@@ -108,6 +109,11 @@ impl Decode {
             norms,
             biases,
             pages: device.upload(&pages)?,
+            page_map: device.array_maps(&[decode::page_array(
+                cache.elements().ptr().addr(),
+                cache.layers(),
+                cache.layer_len(),
+            )])?,
             counters: device.zeroed(DecodeStep::COUNTERS)?,
             exchange: Exchange::new(words.ptr_mut(), sizes).0,
             words,
@@ -174,6 +180,7 @@ impl Decode {
             norms: self.norms.ptr(),
             biases: self.biases.as_ref().map_or(Global::default(), Buffer::ptr),
             pages: self.pages.ptr(),
+            page_map: self.page_map.ptr(0),
             counters: self.counters.ptr_mut(),
             exchange: self.exchange,
             qkv_inputs: self.qkv_inputs,

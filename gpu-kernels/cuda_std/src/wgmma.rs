@@ -204,6 +204,28 @@ pub unsafe fn mma_n128_cores(a: Cores, b: Operand, keep: bool) {
     unsafe { target::wgmma_n128_cores(a.0, b.0, keep) }
 }
 
+/// As [`mma_n256`] for B of 64 swizzled rows, in the accumulators 64 to 95 or, the `SECOND`, 96 to 127.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n64<const SECOND: bool>(a: Operand, b: Operand, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n64::<SECOND>(a.0, b.0, keep) }
+}
+
+/// As [`mma_n64`] for B of 64 columns.
+///
+/// # Safety
+/// As [`mma_n256`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn mma_n64_columns<const SECOND: bool>(a: Operand, b: Columns, keep: bool) {
+    // SAFETY: the caller's.
+    unsafe { target::wgmma_n64_columns::<SECOND>(a.0, b.0, keep) }
+}
+
 /// As [`mma_n128_cores`] for B of 96 rows, in the accumulators 64 to 111.
 ///
 /// # Safety

@@ -20,10 +20,10 @@ use super::attention::{Item, PACKED, are_there, find_forms, make_row_queries};
 use super::tile_scheduler::{Assignment, Pool, assign, count_all, load};
 use super::{BatchedStep, Phase};
 use crate::attention::{
-    Attend, Divisor, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_values_each, combine_by_warp, key_of,
-    score_keys, values_from, weigh_some, weight,
+    Attend, Divisor, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, add_values_each, combine_by_warp, keys_from, score_keys,
+    values_from, weigh_some, weight,
 };
-use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
+use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, PageLayout};
 use crate::packed::{Form, HALF_BYTES, Half};
 use crate::qkv::{Factors, HeadVector};
 use crate::ring::{Ring, Shape};
@@ -377,11 +377,7 @@ impl Warp<'_> {
                         if piece.has_newest {
                             self.put_newest(of, 0, piece.block, &stream.ring);
                         }
-                        let keys = shared::dynamic::<bf16>(stage);
-                        let key = |k: u32, d: u32| keys.load16((k * HEAD_DIM + place(k, d)) as usize);
-                        score_keys(query, |i| {
-                            TILE_KEYS.map(|first| key((first + key_of(pair)).min(piece.last), 8 * t + 32 * i as u32))
-                        })
+                        score_keys(query, keys_from(PageLayout::CACHE, stage, piece.last.min(WARP_KEYS - 1), self.lane))
                     };
                     self.next(stream);
                     weights = weigh_some::<1>(&self.a, &of.tile(number), |_| of.item.last, scores);
@@ -426,7 +422,11 @@ impl Warp<'_> {
                         if piece.has_newest {
                             self.put_newest(of, 1, piece.block, &stream.ring);
                         }
-                        add_values_each(&own, values_from(stage, piece.last.min(WARP_KEYS - 1), self.lane), add);
+                        add_values_each(
+                            &own,
+                            values_from(PageLayout::CACHE, stage, piece.last.min(WARP_KEYS - 1), self.lane),
+                            add,
+                        );
                     }
                     self.next(stream);
                 }

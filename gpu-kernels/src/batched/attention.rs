@@ -23,10 +23,10 @@ use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
 
 use super::{ALL, BatchedStep, CONSUMERS, Memory, Phase, Rings, WARPS};
 use crate::attention::{
-    Attend, Divisor, PAIRS, QUARTER, SPLIT, TILE_KEYS, Tile, WARP_KEYS, WarpAttention, add_values, combine_by_warp,
-    key_of, reduce, reduce_few, score_keys, values_from, weigh,
+    Attend, Divisor, PAIRS, QUARTER, SPLIT, Tile, WARP_KEYS, WarpAttention, add_values, combine_by_warp, keys_from,
+    reduce, reduce_few, score_keys, values_from, weigh,
 };
-use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, place};
+use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, PageLayout, place};
 use crate::packed::{Form, Half, PACKED_BYTES, bring_rest, is_cut};
 use crate::qkv::{Factors, Weight, pack_value};
 use crate::ring::{Ring, Shape};
@@ -206,7 +206,7 @@ pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_h
                     let number = first + (2 * H + I) as u32;
                     if number < group {
                         let to = to.at((number * HEAD_DIM) as usize);
-                        heads.vector(0, x[I], scales[I], || factors).store_shared(to, 0);
+                        heads.vector(0, x[I], scales[I], || factors).store_for_words(to);
                     }
                 });
             });
@@ -344,14 +344,9 @@ unsafe fn find_in_plain(
             if item.is_fresh {
                 newest.put_keys(p, item, first_key, shared::dynamic(keys_stage.offset()), lane);
             }
-            let (g, t) = (lane / 4, lane % 4);
-            let keys = shared::dynamic::<bf16>(keys_stage.offset() + first);
-            let key = |k: u32, i: usize| {
-                let k = k.min(last);
-                keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize)
-            };
+            let keys = keys_from(PageLayout::CACHE, keys_stage.offset() + first, last, lane);
             unroll!(I < 4; {
-                loaded[I] = TILE_KEYS.map(|first| key(first + key_of(g), I));
+                loaded[I] = keys(I);
             });
         }
         release(&keys_stage, lane);
@@ -362,7 +357,7 @@ unsafe fn find_in_plain(
             if item.is_fresh {
                 newest.put_values(p, item, first_key, shared::dynamic(values_stage.offset()), lane);
             }
-            let values = values_from(values_stage.offset() + first, last, lane);
+            let values = values_from(PageLayout::CACHE, values_stage.offset() + first, last, lane);
             unroll!(I < 4; {
                 loaded[I] = values(I);
             });

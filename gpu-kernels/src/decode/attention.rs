@@ -9,12 +9,11 @@ use super::consumer::{Consumer, pair_with_next, sync};
 use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
 use crate::attention::{
-    Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, TileWeights, WARP_KEYS,
-    WarpAttention, add_values, combine_head, eight_values, key_of, reduce_few, score_tiles, value_of, values_from,
-    weigh,
+    Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
+    add_values, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
 };
 use crate::exchange::WordKind;
-use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, PageLayout};
 use crate::ring::Ring;
 
 /// Tiles of pairs whose queries are in shared memory at a time.
@@ -23,6 +22,8 @@ pub const TILES: u32 = 4;
 pub const QUERY: u32 = HEAD_DIM * 2;
 /// Bytes of shared memory for queries.
 pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
+/// How pages lie in the ring's stages.
+pub const LAYOUT: PageLayout = PageLayout::HALVES;
 const _: () = assert!(2 * TileWeights::BYTES <= Attend::SHARED_BYTES);
 
 /// What a block has in shared memory for attention.
@@ -37,6 +38,9 @@ struct Prepared {
     place: u32,
     /// and how many of them nobody reads any more.
     free: u32,
+    /// Whether the queries are as [`attend_all`](Consumer::attend_all) takes them, and how many shares went that way.
+    wide: bool,
+    turn: u32,
 }
 
 impl Prepared {
@@ -83,7 +87,8 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let all = p.work.attend();
             let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
             let attend = Attend { sums, scales, ..all };
-            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2 };
+            let mut prepared =
+                Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2, wide: false, turn: 0 };
             let dealt = (units.group, units.tile_rows);
             if ONE && units.is_empty() {
                 // As in a product that a block has no N-tile of.
@@ -140,27 +145,31 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles, .. } = share;
+            #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+            if !ONE && super::wide::takes::<ROWS>(share, self.count, (group.value, tile_rows), self.first_position()) {
+                self.share_of_all::<VECTORS>(attend, layer, group, share, prepared);
+                return;
+            }
             let mut tile = tiles.start;
             while tile < tiles.end {
                 if (tile - tiles.start).is_multiple_of(TILES) {
                     let batch = tile..tiles.end.min(tile + TILES);
                     let fresh = if prepared.kv_head == kv_head
+                        && !prepared.wide
                         && prepared.tiles.start <= batch.start
                         && batch.end <= prepared.tiles.end
                     {
                         0..0
                     } else {
-                        prepared.kv_head = kv_head;
+                        (prepared.kv_head, prepared.wide) = (kv_head, false);
                         prepared.tiles = batch.clone();
                         batch
                     };
                     // Of this step's keys those of this split, up to where the tiles' rows end.
                     let own = if tile == tiles.start {
-                        let (first, count) = (self.slot(share.first_row), self.end_of(share) - share.first_row);
-                        let end = (split * SPLIT + SPLIT).min(first + count).saturating_sub(first);
-                        let start = (split * SPLIT).max(first) - first;
-                        let reached = (tiles.end - share.first_tile) * tile_rows;
-                        share.first_row + start..share.first_row + end.min(reached).max(start)
+                        let own = self.own_rows(share);
+                        let reached = share.first_row + (tiles.end - share.first_tile) * tile_rows;
+                        own.start..own.end.min(reached).max(own.start)
                     } else {
                         0..0
                     };
@@ -171,7 +180,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                             self.stage(layer);
                             sync();
                         }
-                        self.vectors::<VECTORS, ONE>(layer, share, (group, tile_rows), fresh, own, warp_id);
+                        self.vectors::<VECTORS, ONE, false>(layer, share, (group, tile_rows), fresh, own, warp_id);
                         sync();
                     }
                 }
@@ -208,6 +217,51 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         }
     }
 
+    /// The step's rows of a share's sequence that have their keys in its split.
+    #[inline(always)]
+    unsafe fn own_rows(&self, share: &Share) -> Range<u32> {
+        // SAFETY: the caller's word.
+        let (first, count) = unsafe { (self.slot(share.first_row), self.end_of(share) - share.first_row) };
+        let end = (share.split * SPLIT + SPLIT).min(first + count).saturating_sub(first);
+        let start = (share.split * SPLIT).max(first) - first;
+        share.first_row + start..share.first_row + end.max(start)
+    }
+
+    /// All of the step's pairs against up to four pages of a key-value head.
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    #[inline(always)]
+    unsafe fn share_of_all<const VECTORS: usize>(
+        &mut self,
+        attend: &Attend,
+        layer: u32,
+        group: Divisor,
+        share: &Share,
+        prepared: &mut Prepared,
+    ) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let own = self.own_rows(share);
+            let is_fresh = prepared.kv_head != share.kv_head || !prepared.wide;
+            if is_fresh || own.start < own.end {
+                if !prepared.staged {
+                    // Some may still read what is there.
+                    sync();
+                    self.stage(layer);
+                    sync();
+                }
+                let warp_id = thread::opaque(thread::warp_id());
+                let tiles = if is_fresh { 0..1 } else { 0..0 };
+                self.vectors::<VECTORS, false, true>(layer, share, (group, self.count), tiles, own, warp_id);
+                bulk::fence_proxy_async();
+                sync();
+            }
+            (prepared.kv_head, prepared.tiles, prepared.wide, prepared.staged) = (share.kv_head, 0..0, true, false);
+            self.attend_all(attend, share, group, prepared.turn);
+            prepared.turn += 1;
+            self.release(2 * share.pages, thread::opaque(thread::lane_id()));
+        }
+    }
+
     /// A tile of few pairs, against the keys and values in the ring's next stages, of so many `pages` each. They are
     /// released at the `end` of a share: of several rows before the results are there, and of one row, for which
     /// others wait, afterwards.
@@ -228,8 +282,8 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 keys.wait_full();
                 values.wait_full();
                 // All of the page was loaded.
-                let first = tile.first_key() % PAGE_TOKENS * QUERY;
-                let values = values_from(values.offset() + first, WARP_KEYS - 1, tile.lane);
+                let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+                let values = values_from(LAYOUT, values.offset() + first, WARP_KEYS - 1, tile.lane);
                 let [weights] = self.weigh(attend, &[*tile], slot, keys);
                 found = add_values(&weights, values);
             }
@@ -296,11 +350,10 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             sync();
             let warps = pages * (PAGE_TOKENS / WARP_KEYS);
             let alike = apart.min(warps) & !1;
-            let key = value_of(tile.lane);
             let mut sums = DimSums::<N>::new(places, tile.lane, tile.warp_id);
             sums.add(alike, |warp, n| {
                 let values = self.ring.ahead(pages + warp * WARP_KEYS / PAGE_TOKENS).offset();
-                eight_values(values + (warp * WARP_KEYS % PAGE_TOKENS + key) * QUERY, key)(n)
+                eight_values(LAYOUT, values, warp * WARP_KEYS % PAGE_TOKENS + tile.lane)(n)
             });
             if ROWS == TREE && !ONE {
                 let first = |warp: u32| tile.split * SPLIT + warp * WARP_KEYS;
@@ -367,11 +420,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         unsafe {
             let tile = &tiles[0];
             let lane = tile.lane;
-            let (g, t) = (lane / 4, lane % 4);
-            let keys = shared::dynamic::<bf16>(keys.offset() + tile.first_key() % PAGE_TOKENS * QUERY);
+            let first_key = keys.offset() + LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+            let keys = keys_from(LAYOUT, first_key, WARP_KEYS - 1, lane);
             let position = self.slots();
-            let key = |k: u32, i: usize| keys.load16((k * HEAD_DIM + place(k, 8 * t + 32 * i as u32)) as usize);
-            let keys = |i: usize| TILE_KEYS.map(|first| key(first + key_of(g), i));
             let queries = |tile: usize, j: usize| queries_of(lane, (first + tile as u32) % TILES)(j);
             let scores = score_tiles::<N>(queries, keys);
             let mut weights = [SoftmaxWeights::NOTHING; N];

@@ -21,7 +21,6 @@ pub unsafe fn decode_1_e4m3(p: DecodeStep) {
 pub unsafe fn decode_16_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        wgmma::declare();
         decode::<E4m3, 2, 1, CHAIN>(&p);
     }
 }
@@ -31,7 +30,6 @@ pub unsafe fn decode_16_e4m3(p: DecodeStep) {
 pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        wgmma::declare();
         decode::<E4m3, 2, 1, TREE>(&p);
     }
 }
@@ -41,7 +39,6 @@ pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
 pub unsafe fn decode_16_sequences_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        wgmma::declare();
         decode::<E4m3, 2, 1, SEQUENCES>(&p);
     }
 }

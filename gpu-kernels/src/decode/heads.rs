@@ -6,16 +6,17 @@
 
 use core::ops::Range;
 
+use cuda_std::tensor::swizzled;
 use cuda_std::{GlobalMut, bf16, shared, thread};
 
-use super::attention::{QUERY, QUERY_BYTES, TILES};
+use super::attention::{LAYOUT, QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
 use super::producer::Share;
 use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences, tree};
-use crate::attention::{Divisor, PAIRS, SPLIT};
+use crate::attention::{ALL_PAIRS, Divisor, PAIRS, SPLIT};
 use crate::exchange::{Word, WordKind, Words};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
-use crate::qkv::{Factors, pack_value};
+use crate::qkv::{Factors, HeadVector, pack_value};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 
@@ -68,9 +69,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the
     /// ring; with `ONE` also into the cache, which nobody copies from any more then. Of queries and keys a warp makes a
-    /// vector, `N` under way at a time.
+    /// vector, `N` under way at a time. `WIDE`: all queries as rows for `wgmma`, of one tile.
     #[inline(always)]
-    pub unsafe fn vectors<const N: usize, const ONE: bool>(
+    pub unsafe fn vectors<const N: usize, const ONE: bool, const WIDE: bool>(
         &self,
         layer: u32,
         share: &Share,
@@ -85,7 +86,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let heads = p.work.heads();
             let words = self.put_out(WordKind::Heads, 4 * layer);
             let keys = own.end - own.start;
-            let pairs = if ONE { group.value.min(tiles.len() as u32 * PAIRS) } else { tiles.len() as u32 * PAIRS };
+            let most = if WIDE { ALL_PAIRS } else { PAIRS };
+            let pairs = tiles.len() as u32 * most;
+            let pairs = if ONE { group.value.min(pairs) } else { pairs };
             let all = keys + pairs;
             let end = self.end_of(share);
             // The keys, then each tile's pairs: row, head, and whether there is one.
@@ -93,7 +96,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 if i < keys {
                     (own.start + i, p.work.q_heads + share.kv_head, true)
                 } else {
-                    let (tile, pair) = (tiles.start + (i - keys) / PAIRS, (i - keys) % PAIRS);
+                    let (tile, pair) = (tiles.start + (i - keys) / most, (i - keys) % most);
                     let (of_tile, head) = group.divide(pair);
                     let row = share.first_row + (tile - share.first_tile) * tile_rows + of_tile;
                     (row, share.kv_head * group.value + head, of_tile < tile_rows && row < end && i < all)
@@ -167,13 +170,15 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     if valid {
                         let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
                         let vector = heads.vector(head, x[I], scales[I], factors);
-                        if i >= keys {
+                        if WIDE && i >= keys {
+                            store_query_row(&vector, i - keys);
+                        } else if i >= keys {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
                             let tile = shared::dynamic(SCRATCH + slot / PAIRS * PAIRS * QUERY);
                             vector.store_query(tile, slot % PAIRS);
                         } else {
                             let (chunk, token) = self.own_place(row, 0);
-                            vector.store_shared(shared::dynamic(chunk.offset() + token * QUERY), token);
+                            vector.store_in_page(LAYOUT, chunk.offset(), token);
                             if ONE {
                                 vector.store(key_to, token);
                             }
@@ -191,10 +196,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 if row < own.end {
                     let (chunk, token) = self.own_place(row, share.pages);
                     let words = pack_value(values[I]);
-                    let at = place(token, d) as usize / 4;
-                    shared::dynamic::<bf16>(chunk.offset() + token * QUERY).cast().store(at, words);
+                    shared::dynamic(chunk.offset() + LAYOUT.chunk(token, d / 8) + d % 8 * 2).store(0, words);
                     if ONE {
-                        value_to.cast().store(at, words);
+                        value_to.cast().store(place(token, d) as usize / 4, words);
                     }
                 }
             });
@@ -286,6 +290,16 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 fn head_words(head: u32) -> impl Fn(usize) -> u32 {
     let first = head * HEAD_DIM + thread::opaque(thread::lane_id()) * 2;
     move |i| first + i as u32 % 2 + i as u32 / 2 * (HEAD_DIM / 2)
+}
+
+/// Writes a query as row `pair` of those that `wgmma` reads: two halves of 64 dimensions, each of [`ALL_PAIRS`] rows.
+#[inline(always)]
+unsafe fn store_query_row(query: &HeadVector, pair: u32) {
+    unroll!(I < 2; {
+        let at = (I as u32 * ALL_PAIRS + pair) * HEAD_DIM + thread::opaque(thread::lane_id()) * 4;
+        // SAFETY: the caller's word.
+        unsafe { shared::dynamic::<u32>(SCRATCH + swizzled(at)).store(0, [query.low, query.high][I]) };
+    });
 }
 
 /// Asks for four words.

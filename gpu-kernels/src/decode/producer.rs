@@ -2,13 +2,17 @@
 
 use core::ops::Range;
 
-use cuda_std::{Global, bulk, shared, tensor, thread, warp};
+use cuda_std::tensor::TensorMap;
+use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, SLICE_BYTES, SLICES, TREE, UNITS, Walk, sequences};
-use crate::attention::{Attend, Divisor, PAIRS, SPLIT};
-use crate::kv::PAGE_TOKENS;
+use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, TREE, UNITS, Walk, sequences};
+use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT};
+use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
 use crate::weights::WeightFormat;
+
+/// Whether [all pairs](super::wide) may be taken at a time.
+const HAS_WGMMA: bool = cfg!(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"));
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block
 /// takes consecutive ones.
@@ -66,12 +70,43 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        if ROWS == TREE && splits > 1 && position(count - 1) != last {
+        // Where blocks would have several tiles of a split, they have all.
+        let most = p.work.kv_heads * splits * tiles;
+        let together = HAS_WGMMA && tiles > 1 && count * group.value <= ALL_PAIRS && most > grid;
+        if ROWS == TREE && !together && splits > 1 && position(count - 1) != last {
             // Where paths part, in the last split, a tile takes twice as long: a split more is dealt, and left out.
             splits += 1;
         }
         let all = p.work.kv_heads * splits * tiles;
-        Self { group, tile_rows, splits, tiles, next: block * all / grid, end: (block + 1) * all / grid, last }
+        let mut units = Self { group, tile_rows, splits, tiles, next: 0, end: 0, last };
+        [units.next, units.end] = [block, block + 1].map(|block| {
+            if together {
+                units.together::<ROWS>(p.work.kv_heads, position(0), block, grid)
+            } else {
+                block * all / grid
+            }
+        });
+        units
+    }
+
+    /// The first unit of a block, if units of a split that all rows see alike are dealt together: they take the time of
+    /// one such split whatever their number, two thirds of what any other unit takes.
+    #[inline(always)]
+    fn together<const ROWS: u8>(&self, kv_heads: u32, root: u32, block: u32, grid: u32) -> u32 {
+        const COST: [u32; 2] = [2, 3];
+        let alike = if ROWS == TREE { ((root + 1) / SPLIT).min(self.splits) } else { self.splits };
+        let of_alike = alike * COST[0];
+        let of_head = of_alike + (self.splits - alike) * self.tiles * COST[1];
+        // SAFETY: a grid has blocks, and a context splits.
+        unsafe { cuda_std::assume(grid > 0 && of_head > 0) };
+        let first = block * (kv_heads * of_head) / grid;
+        let (head, within) = (first / of_head, first % of_head);
+        let unit = if within <= of_alike {
+            within.div_ceil(COST[0]) * self.tiles
+        } else {
+            alike * self.tiles + (within - of_alike).div_ceil(COST[1])
+        };
+        head * self.splits * self.tiles + unit
     }
 
     /// Those of this block when the step has `count` rows of several sequences, the furthest at the position `last`,
@@ -203,10 +238,17 @@ unsafe fn wait(ring: &Ring, under_way: u32) {
     }
 }
 
-/// Starts the copy of a page's keys or values of a head, [`SLICES`] pieces, a lane each. Nobody reads them again in
-/// this step: what blocks exchange stays in L2 instead.
+/// Tokens of a piece of a page that is copied, half of their dimensions.
+pub const PIECE_TOKENS: u32 = 16;
+/// Bytes of a piece.
+const PIECE_BYTES: u32 = PIECE_TOKENS * HEAD_DIM;
+/// Pieces of a half of a page.
+const PIECES: u32 = PAGE_TOKENS / PIECE_TOKENS;
+
+/// Starts the copy of a page's keys or values of a head, which begin at this `row` of a layer's: pieces, a lane each.
+/// Nobody reads them again in this step: what blocks exchange stays in L2 instead.
 #[inline(always)]
-unsafe fn fill(ring: &Ring, from: Global<u8>) {
+unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let lane = thread::opaque(thread::lane_id());
@@ -214,9 +256,9 @@ unsafe fn fill(ring: &Ring, from: Global<u8>) {
             ring.full().arrive_expect_tx(CHUNK_BYTES);
         }
         warp::sync_warp();
-        if lane < SLICES {
-            let piece = (lane * SLICE_BYTES) as usize;
-            bulk::copy_to_shared_once(ring.stage_buffer().at(piece), from.at(piece), SLICE_BYTES, ring.full());
+        if lane < 2 * PIECES {
+            let at = [0, row + lane % PIECES * PIECE_TOKENS, lane / PIECES, layer];
+            tensor::load_box_once(ring.stage_buffer().at((lane * PIECE_BYTES) as usize), pages, at, ring.full());
         }
     }
 }
@@ -232,6 +274,7 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: 
                 tensor::acquire(p.maps.at(map));
                 map += 1;
             }
+            tensor::acquire(p.page_map);
         }
         let mut walk = Walk::new(thread::grid_dim_x());
         let mut ring = Ring::producer(RING);
@@ -305,13 +348,10 @@ unsafe fn produce_cache<const ROWS: u8>(p: &DecodeStep, ring: &mut Ring, layer: 
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;
-                let from = if i < pages {
-                    cache.key(sequence, position, kv_head)
-                } else {
-                    cache.value(sequence, position, kv_head)
-                };
+                let block = cache.block_index(sequence, position / PAGE_TOKENS, kv_head);
+                let row = (2 * block + u32::from(i >= pages)) * PAGE_TOKENS;
                 wait(ring, under_way(one_row, u32::MAX, filled));
-                fill(ring, from.read().cast());
+                fill(ring, p.page_map, row, layer);
                 *ring = ring.ahead(1);
                 filled += 1;
                 i += 1;

@@ -3,16 +3,15 @@
 //! Of keys that were there before the step every row meets the same. Of a warp's keys that reach further, a tile's rows
 //! are taken one after another, each with the keys of its own path in the columns of their positions.
 
-use cuda_std::{bf16, shared, thread};
+use cuda_std::{mma, shared, thread};
 
-use super::attention::{QUERY, queries_of};
+use super::attention::{LAYOUT, queries_of};
 use super::consumer::Consumer;
 use super::{DecodeStep, PATHS};
 use crate::attention::{
-    Attend, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_eight, eight_values, key_of, score_tiles, value_of,
-    weigh,
+    Attend, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_eight, eight_values, key_chunk, score_tiles, weigh,
 };
-use crate::kv::{PAGE_TOKENS, place};
+use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
 use crate::tree::Path;
 
@@ -55,17 +54,22 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 self.ring.ahead(page).wait_full();
                 page += 1;
             }
-            let (g, t) = (tile.lane / 4, tile.lane % 4);
+            let g = tile.lane / 4;
             let rows_of_lane = [tile.group.divide(g).0, tile.group.divide(g + 8).0];
             let mut scores = [[0f32; 4]; 4];
             let mut row = 0;
             while row < rows_with_paths(tile, tile.first_key(), root) {
                 let path = path(tile.first_row + row);
                 let keys = TILE_KEYS.map(|first| {
-                    let slot = slot(path, root, tile.first_key() + first + key_of(g));
-                    (slot, shared::dynamic::<bf16>(vector(&self.ring, 0, slot)))
+                    let slot = slot(path, root, tile.first_key() + first + tile.lane % 8);
+                    (page_of(&self.ring, 0, slot), slot % PAGE_TOKENS)
                 });
-                let tiles = |i: usize| keys.map(|(slot, key)| key.load16(place(slot, 8 * t + 32 * i as u32) as usize));
+                let tiles = |i: usize| {
+                    keys.map(|(page, key)| {
+                        let at = page + LAYOUT.chunk(key, key_chunk(i, tile.lane));
+                        mma::ldmatrix_x4(shared::dynamic::<u8>(at))
+                    })
+                };
                 let [found] = score_tiles::<1>(|_, j| queries_of(tile.lane, queries)(j), tiles);
                 unroll!(J < 4; {
                     unroll!(E < 4; {
@@ -97,8 +101,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let rows_of_lane = [tile.group.divide(g).0, tile.group.divide(g + 8).0];
             let (mut sums, mut row) = ([0f32; 4], 0);
             while row < rows_with_paths(tile, first, root) {
-                let slot = slot(path(tile.first_row + row), root, first + value_of(tile.lane));
-                let found = add_eight(weights, eight_values(vector(&self.ring, pages, slot), slot)(n));
+                let slot = slot(path(tile.first_row + row), root, first + tile.lane);
+                let values = eight_values(LAYOUT, page_of(&self.ring, pages, slot), slot % PAGE_TOKENS);
+                let found = add_eight(weights, values(n));
                 unroll!(E < 4; {
                     if row == 0 || rows_of_lane[E / 2] == row {
                         sums[E] = found[E];
@@ -117,8 +122,9 @@ fn rows_with_paths(tile: &Tile, first: u32, root: u32) -> u32 {
     if first + WARP_KEYS > root + 1 { tile.group.divide(tile.pairs - 1).0 + 1 } else { 1 }
 }
 
-/// Where in shared memory the key of a slot begins; its value, if the pages of values begin `skip` stages further.
+/// Where in shared memory the page with the key of a slot begins; with its value, if the pages of values begin `skip`
+/// stages further.
 #[inline(always)]
-fn vector(ring: &Ring, skip: u32, slot: u32) -> u32 {
-    ring.ahead(skip + slot % SPLIT / PAGE_TOKENS).offset() + slot % PAGE_TOKENS * QUERY
+fn page_of(ring: &Ring, skip: u32, slot: u32) -> u32 {
+    ring.ahead(skip + slot % SPLIT / PAGE_TOKENS).offset()
 }

@@ -467,6 +467,18 @@ pub unsafe fn wgmma_n128(a: u32, b: u32, keep: bool) {
 }
 
 #[track_caller]
+pub unsafe fn wgmma_n64<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    let (a, b) = (wgmma::OperandA::Swizzled(a), wgmma::OperandB::OperandA(b));
+    wgmma::from_shared(a, b, 64, 64 + 32 * usize::from(SECOND), keep, Location::caller());
+}
+
+#[track_caller]
+pub unsafe fn wgmma_n64_columns<const SECOND: bool>(a: u32, b: u32, keep: bool) {
+    let (a, b) = (wgmma::OperandA::Swizzled(a), wgmma::OperandB::Columns(b));
+    wgmma::from_shared(a, b, 64, 64 + 32 * usize::from(SECOND), keep, Location::caller());
+}
+
+#[track_caller]
 pub unsafe fn wgmma_n128_columns<const STEP: usize>(b: u32, keep: bool) {
     wgmma::from_registers(STEP, wgmma::OperandB::Columns(b), 128, keep, Location::caller());
 }
