@@ -27,17 +27,16 @@ mod by_dims;
 mod splits;
 mod warps;
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
 use crate::linear::place_of;
-use crate::quad;
 use crate::step::Rows;
 pub(crate) use by_dims::{DimSums, TileWeights, add_eight};
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
-pub(crate) use warps::{QUARTER, put_sum, reduce, reduce_few};
+pub(crate) use warps::{QUARTER, reduce, reduce_few};
 
 /// Keys of a block of [`attend`].
 pub const SPLIT: u32 = 256;
@@ -311,30 +310,78 @@ pub(crate) fn weigh_keys<const HALVES: usize>(
     first: u32,
     lane: u32,
     last: [i32; 2],
-    mut s: [[f32; 4]; 4],
+    s: [[f32; 4]; 4],
 ) -> SoftmaxWeights {
-    let (mut top, mut norm) = ([f32::NEG_INFINITY; 2], [0.0; 2]);
+    let [weights] = weigh_windows::<1, HALVES>(p, first, lane, Some(last), [s]);
+    weights
+}
+
+/// [`weigh_keys`] of `N` windows of 32 keys, four at most, which follow each other; without `last` all keys are seen.
+/// What is done with one fills the latencies of the others.
+#[inline(always)]
+pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
+    p: &Attend,
+    first: u32,
+    lane: u32,
+    last: Option<[i32; 2]>,
+    mut s: [[[f32; 4]; 4]; N],
+) -> [SoftmaxWeights; N] {
     let scale = p.scale * LOG2_E;
     let first = first + 2 * (lane % 4);
-    unroll!(I < HALVES of 2; {
-        unroll!(J < 8; {
-            let score = &mut s[J / 2][2 * I + J % 2];
-            let key = first + (J / 2 * 8 + J % 2) as u32;
-            *score = if key as i32 <= last[I] { *score * scale } else { f32::NEG_INFINITY };
-            top[I] = math::max(top[I], *score);
+    let (mut tops, mut offsets, mut norms) = ([[f32::NEG_INFINITY; 2]; N], [[0f32; 2]; N], [[0f32; 2]; N]);
+    unroll!(W < N of 4; {
+        unroll!(I < HALVES of 2; {
+            unroll!(J < 8; {
+                let score = &mut s[W][J / 2][2 * I + J % 2];
+                let key = first + W as u32 * WARP_KEYS + (J / 2 * 8 + J % 2) as u32;
+                if let Some(last) = last
+                    && key as i32 > last[I]
+                {
+                    *score = f32::NEG_INFINITY;
+                }
+                tops[W][I] = math::max(tops[W][I], *score);
+            });
         });
-        top[I] = quad::max(top[I]);
-        unroll!(J < 8; {
-            let score = &mut s[J / 2][2 * I + J % 2];
-            *score = weight(*score, top[I]);
-            norm[I] += *score;
+    });
+    unroll!(M < 2; {
+        unroll!(W < N of 4; {
+            unroll!(I < HALVES of 2; {
+                tops[W][I] = math::max(tops[W][I], warp::shuffle_xor(tops[W][I], 1 << M));
+            });
         });
-        norm[I] = quad::sum(norm[I]);
+    });
+    unroll!(W < N of 4; {
+        unroll!(I < HALVES of 2; {
+            tops[W][I] *= scale;
+            // Of no keys all weights are 0.
+            offsets[W][I] = if tops[W][I] == f32::NEG_INFINITY { 0.0 } else { -tops[W][I] };
+        });
+    });
+    unroll!(J < 8; {
+        unroll!(W < N of 4; {
+            unroll!(I < HALVES of 2; {
+                let score = &mut s[W][J / 2][2 * I + J % 2];
+                *score = math::exp2(math::fma(*score, scale, offsets[W][I]));
+                norms[W][I] += *score;
+            });
+        });
+    });
+    unroll!(M < 2; {
+        unroll!(W < N of 4; {
+            unroll!(I < HALVES of 2; {
+                norms[W][I] += warp::shuffle_xor(norms[W][I], 1 << M);
+            });
+        });
     });
     // A's sixteen keys are two tiles: 0 and 1, then 2 and 3, as the values have them.
     let high = |s: [f32; 4]| if HALVES == 1 { 0 } else { math::pack_bf16(s[2], s[3]) };
     let pack = |a: [f32; 4], b: [f32; 4]| [math::pack_bf16(a[0], a[1]), high(a), math::pack_bf16(b[0], b[1]), high(b)];
-    SoftmaxWeights { words: [pack(s[0], s[1]), pack(s[2], s[3])], top, norm }
+    let mut weights = [SoftmaxWeights::NOTHING; N];
+    unroll!(W < N of 4; {
+        let words = [pack(s[W][0], s[W][1]), pack(s[W][2], s[W][3])];
+        weights[W] = SoftmaxWeights { words, top: tops[W], norm: norms[W] };
+    });
+    weights
 }
 
 /// The values of these keys, so weighed. `values(i)` gives, for four `n` from `4 i` on, dimension `8 n + g` of keys

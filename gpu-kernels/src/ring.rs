@@ -72,6 +72,14 @@ impl Ring {
         }
     }
 
+    /// The same, from a shuffle: so the assembler knows that a warp's lanes agree on it, and makes what is found from it
+    /// in uniform registers.
+    #[inline(always)]
+    pub fn agreed(&self) -> Self {
+        let [base, stage, parity] = [self.base, self.stage, self.parity].map(|word| warp::shuffle_idx(word, 0));
+        Self { base, stage, parity, ..*self }
+    }
+
     #[inline(always)]
     fn base() -> u32 {
         // SAFETY: an address, from which nothing is read here.

@@ -51,7 +51,7 @@ impl DecodeSizes {
             num_key_value_heads: 2,
             ..shape("8B")
         };
-        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5], code: None, tree: false }
+        Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5, 16], code: None, tree: false }
     }
 
     /// Cases of [`run`].

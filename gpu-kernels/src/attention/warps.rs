@@ -229,7 +229,7 @@ impl Few {
 /// normaliser: the result, if that is the first split and the last one; otherwise a part to [`keep`](reduce).
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of two functions")]
-pub(crate) unsafe fn put_sum(
+pub(super) unsafe fn put_sum(
     p: &Attend,
     tile: &Tile,
     pair: u32,

@@ -93,7 +93,7 @@ impl Units {
     /// one such split whatever their number, two thirds of what any other unit takes.
     #[inline(always)]
     fn together<const ROWS: u8>(&self, kv_heads: u32, root: u32, block: u32, grid: u32) -> u32 {
-        const COST: [u32; 2] = [2, 3];
+        const COST: [u32; 2] = [1, 3];
         let alike = if ROWS == TREE { ((root + 1) / SPLIT).min(self.splits) } else { self.splits };
         let of_alike = alike * COST[0];
         let of_head = of_alike + (self.splits - alike) * self.tiles * COST[1];

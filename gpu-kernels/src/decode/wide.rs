@@ -20,8 +20,11 @@ use super::attention::{QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
 use super::producer::Share;
 use super::{SCRATCH, SCRATCH_BYTES, SEQUENCES, TREE};
-use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT, Tile, WARP_KEYS, put_sum, weigh_keys, weight};
+use crate::attention::{
+    ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, weigh_windows, weight,
+};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
+use crate::ring::Ring;
 
 /// Windows of a split.
 const WINDOWS: u32 = SPLIT / WARP_KEYS;
@@ -48,7 +51,8 @@ pub const fn takes<const ROWS: u8>(share: &Share, count: u32, (group, tile_rows)
     ROWS != SEQUENCES && all && alike && PAIRS < pairs && pairs <= ALL_PAIRS
 }
 
-/// Scores of the 64 keys of a stage, in the first or second half of the upper accumulators: begun.
+/// Scores of the 64 keys of a stage, in the first or second half of the upper accumulators: begun, and closed as a
+/// group.
 #[inline(always)]
 unsafe fn begin_scores<const SECOND: bool>(queries: Operand, keys: Operand) {
     // SAFETY: the caller's word.
@@ -58,12 +62,13 @@ unsafe fn begin_scores<const SECOND: bool>(queries: Operand, keys: Operand) {
             let at = (I / 4) as u32 * HALF_BYTES + (I % 4) as u32 * 32;
             wgmma::mma_n64::<SECOND>(queries.advance(at), keys.advance(at), I != 0);
         });
+        wgmma::commit();
     }
 }
 
 /// A window's weighted values, likewise: begun, and closed as a group.
 #[inline(always)]
-unsafe fn begin_values<const SECOND: bool>(weights: Operand, values: Columns) {
+unsafe fn begin_values<const SECOND: bool>((weights, values): (Operand, Columns)) {
     // SAFETY: the caller's word.
     unsafe {
         unroll!(I < 2; {
@@ -74,33 +79,31 @@ unsafe fn begin_values<const SECOND: bool>(weights: Operand, values: Columns) {
     }
 }
 
-/// What a window's scores are, as [`weigh_keys`] takes them.
+/// The scores of a warpgroup's windows of a page, as [`weigh_windows`] takes them.
 macro_rules! scores {
-    ($window:expr) => {{
-        let mut s = [[0f32; 4]; 4];
-        unroll!(J < 4; {
-            s[J] = [
-                wgmma::get::<{ 64 + 16 * $window + 4 * J }>(),
-                wgmma::get::<{ 65 + 16 * $window + 4 * J }>(),
-                wgmma::get::<{ 66 + 16 * $window + 4 * J }>(),
-                wgmma::get::<{ 67 + 16 * $window + 4 * J }>(),
-            ];
+    ($page:expr) => {{
+        let mut s = [[[0f32; 4]; 4]; 2];
+        unroll!(W < 2; {
+            unroll!(J < 4; {
+                s[W][J] = [
+                    wgmma::get::<{ 64 + 32 * $page + 16 * W + 4 * J }>(),
+                    wgmma::get::<{ 65 + 32 * $page + 16 * W + 4 * J }>(),
+                    wgmma::get::<{ 66 + 32 * $page + 16 * W + 4 * J }>(),
+                    wgmma::get::<{ 67 + 32 * $page + 16 * W + 4 * J }>(),
+                ];
+            });
         });
         s
     }};
 }
 
 /// A lane's sums: two pairs, dimensions `8 j + 2 t` and one on of its warpgroup's.
-struct Sums {
-    all: [[f32; 4]; 8],
-    tops: [f32; 2],
-    norms: [f32; 2],
-}
+type Sums = [[f32; 4]; 8];
 
 /// Adds a window's sums, of the first or second half of the upper accumulators.
 macro_rules! add_window {
     ($sums:ident, $second:literal, $factors:expr) => {{
-        let factors = $factors;
+        let factors: [f32; 2] = $factors;
         unroll!(J < 8; {
             let found = [
                 wgmma::get::<{ 64 + 32 * $second + 4 * J }>(),
@@ -109,7 +112,7 @@ macro_rules! add_window {
                 wgmma::get::<{ 67 + 32 * $second + 4 * J }>(),
             ];
             unroll!(E < 4; {
-                $sums.all[J][E] = math::fma(found[E], factors[E / 2], $sums.all[J][E]);
+                $sums[J][E] = math::fma(found[E], factors[E / 2], $sums[J][E]);
             });
         });
     }};
@@ -123,58 +126,60 @@ struct Scales {
     pair: u32,
 }
 
-impl Scales {
-    #[inline(always)]
-    unsafe fn of(self, i: usize, window: u32) -> Shared<f32> {
-        let at = ((self.pair + 8 * i as u32) * WINDOWS + window) * 4;
-        // SAFETY: the caller's word.
-        unsafe { shared::dynamic::<f32>(self.at + at) }
-    }
-
-    #[inline(always)]
-    unsafe fn leave(self, window: u32, tops: [f32; 2], norms: [f32; 2]) {
-        unroll!(I < 2; {
-            // SAFETY: the caller's word.
-            unsafe {
-                let to = self.of(I, window);
-                to.store(0, tops[I]);
-                to.store((SCALES / 4) as usize, norms[I]);
-            }
-        });
-    }
-
-    #[inline(always)]
-    unsafe fn tops(self) -> [f32; 2] {
-        [0, 1].map(|i| {
-            // SAFETY: the caller's word.
-            let [a, b] = unsafe { [self.of(i, 0).load16(0), self.of(i, 0).load16(4)] };
-            let max = |a: u32, b: u32| math::max(f32::from_bits(a), f32::from_bits(b));
-            let of_four = |x: [u32; 4]| math::max(max(x[0], x[1]), max(x[2], x[3]));
-            math::max(of_four(a), of_four(b))
-        })
-    }
+/// What a lane's two pairs' windows are multiplied by, their largest maxima, and their normalisers.
+struct Factors {
+    windows: [[f32; 2]; WINDOWS as usize],
+    tops: [f32; 2],
+    norms: [f32; 2],
 }
 
-impl Sums {
-    /// A window's factors; its normalisers are added.
+impl Scales {
     #[inline(always)]
-    unsafe fn factors(&mut self, scales: Scales, window: u32) -> [f32; 2] {
-        let mut factors = [0f32; 2];
+    unsafe fn of(self, i: usize) -> Shared<f32> {
+        // SAFETY: the caller's word.
+        unsafe { shared::dynamic::<f32>(self.at + (self.pair + 8 * i as u32) * WINDOWS * 4) }
+    }
+
+    #[inline(always)]
+    unsafe fn leave(self, window: u32, weights: &SoftmaxWeights) {
         unroll!(I < 2; {
             // SAFETY: the caller's word.
             unsafe {
-                let of = scales.of(I, window);
-                factors[I] = weight(of.load(0), self.tops[I]);
-                self.norms[I] = math::fma(of.load((SCALES / 4) as usize), factors[I], self.norms[I]);
+                let to = self.of(I).at(window as usize);
+                to.store(0, weights.top[I]);
+                to.store((SCALES / 4) as usize, weights.norm[I]);
             }
         });
-        factors
+    }
+
+    /// A window's maximum and normaliser count for nothing where it has no keys.
+    #[inline(always)]
+    unsafe fn factors(self) -> Factors {
+        let mut found = Factors { windows: [[0.0; 2]; WINDOWS as usize], tops: [0.0; 2], norms: [0.0; 2] };
+        unroll!(I < 2; {
+            // SAFETY: the caller's word.
+            let [tops, norms] = unsafe {
+                let (of, norms) = (self.of(I), self.of(I).at((SCALES / 4) as usize));
+                [[of.load16(0), of.load16(4)], [norms.load16(0), norms.load16(4)]]
+            };
+            let mut top = f32::NEG_INFINITY;
+            unroll!(W < 8; {
+                top = math::max(top, f32::from_bits(tops[W / 4][W % 4]));
+            });
+            unroll!(W < 8; {
+                let factor = weight(f32::from_bits(tops[W / 4][W % 4]), top);
+                found.norms[I] = math::fma(f32::from_bits(norms[W / 4][W % 4]), factor, found.norms[I]);
+                found.windows[W][I] = factor;
+            });
+            found.tops[I] = top;
+        });
+        found
     }
 }
 
 impl<const ROWS: u8> Consumer<'_, ROWS> {
-    /// All pairs of the step against a share's keys and values in the ring's next stages, which nothing is released of.
-    /// The queries are in place. `turn` counts such shares.
+    /// All pairs of the step against a share's keys and values in the ring's next stages, of which nothing is
+    /// released. The queries are in place. `turn` counts such shares.
     #[inline(always)]
     pub unsafe fn attend_all(&self, attend: &Attend, share: &Share, group: Divisor, turn: u32) {
         // SAFETY: the caller's word.
@@ -187,27 +192,37 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let tile = Tile { kv_head, split, group, first_row: 0, pairs: self.count * group.value, lane, warp_id };
             let pair = of_half * PAIRS + lane / 4;
             let scales = Scales { at: SCRATCH + QUERY_BYTES + turn % 2 * (2 * SCALES), pair };
-            self.weigh_all(attend, &tile, pages, half, scales);
+            let ring = self.ring.agreed();
+            self.weigh_all(attend, &tile, ring, pages, half, scales);
             // A lane a page: looking takes its time.
             if lane < pages {
-                self.ring.ahead(pages + lane).wait_full();
+                ring.ahead(pages + lane).wait_full();
             }
             warp::sync_warp();
             bulk::fence_proxy_async();
             sync();
-            let sums = self.add_all(pages, half, scales);
+            let factors = scales.factors();
+            let sums = add_all(ring, pages, half, &factors);
             let position = self.slots();
-            let put = |pair: usize, d: u32, word: u32| attend.put::<false>(pair, d, word);
-            let keep = |_, pair, d, sum, scale| attend.keep(split, pair, d, sum, scale);
             unroll!(I < 2; {
                 let pair = pair + 8 * I as u32;
                 if pair < tile.pairs {
-                    unroll!(J < 8; {
-                        let d = half * (HEAD_DIM / 2) + 8 * J as u32 + 2 * (lane % 4);
-                        let sum = [sums.all[J][2 * I], sums.all[J][2 * I + 1]];
-                        let scale = [sums.tops[I], sums.norms[I]];
-                        put_sum(attend, &tile, pair, d, (sum, scale), position(tile.row(pair)), put, keep);
-                    });
+                    let (position, place) = (position(tile.row(pair)), tile.place(attend, pair));
+                    let dimension = |j: usize| half * (HEAD_DIM / 2) + 8 * j as u32 + 2 * (lane % 4);
+                    if position / SPLIT < split {
+                        // The row has no keys here; a later one has.
+                    } else if position < SPLIT {
+                        let norm = factors.norms[I];
+                        unroll!(J < 8; {
+                            let word = math::pack_bf16(sums[J][2 * I] / norm, sums[J][2 * I + 1] / norm);
+                            attend.put::<false>(place, dimension(J), word);
+                        });
+                    } else {
+                        let scale = [factors.tops[I], factors.norms[I]];
+                        unroll!(J < 8; {
+                            attend.keep(split, place, dimension(J), [sums[J][2 * I], sums[J][2 * I + 1]], scale);
+                        });
+                    }
                 }
             });
         }
@@ -215,13 +230,13 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// What all pairs weigh the keys of two pages by, to where these keys were.
     #[inline(always)]
-    unsafe fn weigh_all(&self, attend: &Attend, tile: &Tile, pages: u32, half: u32, scales: Scales) {
+    unsafe fn weigh_all(&self, attend: &Attend, tile: &Tile, ring: Ring, pages: u32, half: u32, scales: Scales) {
         // SAFETY: the caller's word.
         unsafe {
             let (lane, pair) = (tile.lane, scales.pair);
             // Of a page that is not there another, whose keys are masked, and whose content nobody writes.
             let first = 2 * half;
-            let page = |i: u32| self.ring.ahead(if first + i < pages { first + i } else { pages });
+            let page = |i: u32| ring.ahead(if first + i < pages { first + i } else { pages });
             let stages = [page(0), page(1)];
             stages[0].wait_full();
             stages[1].wait_full();
@@ -229,57 +244,96 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             wgmma::fence();
             begin_scores::<false>(queries, Operand::at(stages[0].stage_buffer()));
             begin_scores::<true>(queries, Operand::at(stages[1].stage_buffer()));
-            wgmma::commit();
             let position = self.slots();
             let last = [pair, pair + 8].map(|pair| tile.last_key(pair, &position));
-            wgmma::wait::<0>();
-            // As `stmatrix` takes it: eight rows of eight keys, eight rows further, and eight keys.
-            let row = scales.pair / PAIRS * PAIRS + lane % 16;
-            unroll!(W < 4; {
-                let (i, window) = (W as u32 / OF_PAGE, W as u32 % OF_PAGE);
-                let number = first * OF_PAGE + W as u32;
-                let first_key = tile.split * SPLIT + number * WARP_KEYS;
-                let weights = weigh_keys::<2>(attend, first_key, lane, last, scores!(W));
-                if lane % 4 == 0 {
-                    scales.leave(number, weights.top, weights.norm);
+            // Most splits end before the step's first row.
+            let last = ((tile.split + 1) * SPLIT > self.first_position() + 1).then_some(last);
+            unroll!(P < 2; {
+                if P == 0 {
+                    wgmma::wait::<1>();
+                } else {
+                    wgmma::wait::<0>();
                 }
-                if first + i < pages {
-                    let to = stages[i as usize].stage_buffer();
-                    unroll!(H < 2; {
-                        let at = row * ROW_BYTES + window * (WARP_KEYS * 2) + H as u32 * 32 + lane / 16 * 16;
-                        mma::stmatrix_x4(to.at(swizzled(at) as usize), weights.words[H]);
-                    });
-                }
+                let page = first + P as u32;
+                let first_key = tile.split * SPLIT + page * PAGE_TOKENS;
+                let scores = scores!(P);
+                let weights = if last.is_none() {
+                    weigh_windows::<2, 2>(attend, first_key, lane, None, scores)
+                } else {
+                    weigh_windows::<2, 2>(attend, first_key, lane, last, scores)
+                };
+                // As `stmatrix` takes it: eight rows of eight keys, eight rows further, and eight keys.
+                let row = pair / PAIRS * PAIRS + lane % 16;
+                unroll!(W < 2; {
+                    if lane.is_multiple_of(4) {
+                        scales.leave(page * OF_PAGE + W as u32, &weights[W]);
+                    }
+                    if page < pages {
+                        let to = stages[P].stage_buffer();
+                        unroll!(H < 2; {
+                            let at = row * ROW_BYTES + W as u32 * (WARP_KEYS * 2) + H as u32 * 32 + lane / 16 * 16;
+                            mma::stmatrix_x4(to.at(swizzled(at) as usize), weights[W].words[H]);
+                        });
+                    }
+                });
             });
         }
     }
+}
 
-    /// All keys' values, so weighed, in half of the dimensions.
-    #[inline(always)]
-    unsafe fn add_all(&self, pages: u32, half: u32, scales: Scales) -> Sums {
-        // SAFETY: the caller's word.
-        unsafe {
-            let mut sums = Sums { all: [[0.0; 4]; 8], tops: scales.tops(), norms: [0.0; 2] };
-            let weights = |page: u32| Operand::at(self.ring.ahead(page).stage_buffer());
-            let values = |page: u32| {
-                let page = self.ring.ahead(pages + page).stage_buffer();
-                Columns::at(page.at((half * HALF_BYTES) as usize), HALF_BYTES)
-            };
-            let mut page = 0;
-            while page < pages {
-                thread::keep_rolled();
-                let (weights, values) = (weights(page), values(page));
-                wgmma::fence();
-                begin_values::<false>(weights, values);
-                begin_values::<true>(weights.advance(WARP_KEYS * 2), values.advance(WARP_KEYS * ROW_BYTES));
-                let factors = [0, 1].map(|window| sums.factors(scales, page * OF_PAGE + window));
-                wgmma::wait::<1>();
-                add_window!(sums, 0, factors[0]);
-                wgmma::wait::<0>();
-                add_window!(sums, 1, factors[1]);
-                page += 1;
-            }
-            sums
-        }
+/// Where a window's weights and values are, for a warpgroup's half of the dimensions.
+#[inline(always)]
+unsafe fn operands(ring: Ring, pages: u32, half: u32, page: u32, window: u32) -> (Operand, Columns) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let weights = Operand::at(ring.ahead(page).stage_buffer());
+        let values = ring.ahead(pages + page).stage_buffer().at((half * HALF_BYTES) as usize);
+        let values = Columns::at(values, HALF_BYTES);
+        (weights.advance(window * WARP_KEYS * 2), values.advance(window * WARP_KEYS * ROW_BYTES))
     }
+}
+
+/// All keys' values, so weighed, in half of the dimensions.
+#[inline(always)]
+unsafe fn add_all(ring: Ring, pages: u32, half: u32, factors: &Factors) -> Sums {
+    let mut sums = [[0f32; 4]; 8];
+    // SAFETY: the caller's word.
+    unsafe {
+        if pages == SPLIT / PAGE_TOKENS {
+            // One window's values are added while those of the next are multiplied.
+            let operands = |window: u32| operands(ring, 4, half, window / OF_PAGE, window % OF_PAGE);
+            wgmma::fence();
+            begin_values::<false>(operands(0));
+            begin_values::<true>(operands(1));
+            unroll!(P < 4; {
+                wgmma::wait::<1>();
+                add_window!(sums, 0, factors.windows[2 * P]);
+                if P < 3 {
+                    wgmma::fence();
+                    begin_values::<false>(operands(2 * P as u32 + 2));
+                    wgmma::wait::<1>();
+                } else {
+                    wgmma::wait::<0>();
+                }
+                add_window!(sums, 1, factors.windows[2 * P + 1]);
+                if P < 3 {
+                    wgmma::fence();
+                    begin_values::<true>(operands(2 * P as u32 + 3));
+                }
+            });
+            return sums;
+        }
+        unroll!(P < 3; {
+            if (P as u32) < pages {
+                wgmma::fence();
+                begin_values::<false>(operands(ring, pages, half, P as u32, 0));
+                begin_values::<true>(operands(ring, pages, half, P as u32, 1));
+                wgmma::wait::<1>();
+                add_window!(sums, 0, factors.windows[2 * P]);
+                wgmma::wait::<0>();
+                add_window!(sums, 1, factors.windows[2 * P + 1]);
+            }
+        });
+    }
+    sums
 }
