@@ -63,6 +63,8 @@ pub(crate) use consumer::{OfFragments, Products};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
 use producer::{Units, produce};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub use wide::{decode_16_wide, decode_16_wide_lossless, decode_tree_wide, decode_tree_wide_lossless};
 
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -77,6 +79,13 @@ const CHAIN: u8 = 0;
 const TREE: u8 = 1;
 /// Of several sequences: those of one lie together, one behind the other.
 const SEQUENCES: u8 = 2;
+// Which steps of several rows a kernel runs, by the attention that is best for them.
+/// All.
+const ANY: u8 = 0;
+/// All but those for [wide] attention, where it has a kernel.
+const NARROW: u8 = 1;
+/// Those.
+const WIDE: u8 = 2;
 const STAGES: u32 = 12;
 const RING: Shape = Shape { start: 0, stages: STAGES, bytes: CHUNK_BYTES, barriers: SCRATCH + SCRATCH_BYTES };
 /// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention. It begins
@@ -140,6 +149,8 @@ pub struct DecodeStep {
     pub eagle: EagleStep,
     /// Input features of the projections of queries, keys and values: the hidden size, or of a head twice as many.
     pub qkv_inputs: u32,
+    /// Whether a kernel of [wide] attention is launched as well, and has the steps that are for it: 1 or 0.
+    pub has_wide: u32,
     /// Layers.
     pub layer_count: u32,
     /// Intermediate size.
@@ -318,28 +329,42 @@ unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         if p.work.rows.count.load(0) == 1 {
-            run::<F, 1, 1, true, CHAIN>(p, 1);
+            run::<F, 1, 1, true, CHAIN, ANY>(p, 1);
         }
     }
 }
 
 /// A step of several rows: of one row nothing.
 #[inline(always)]
-unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const ROWS: u8>(p: &DecodeStep) {
+unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const ROWS: u8, const WIDTH: u8>(
+    p: &DecodeStep,
+) {
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
-        #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-        wgmma::declare();
-        if count > 1 {
-            run::<F, TILES, GROUP, false, ROWS>(p, count);
+        if count > 1 && is_for::<WIDTH>(p, count) {
+            run::<F, TILES, GROUP, false, ROWS, WIDTH>(p, count);
         }
     }
 }
 
+/// Whether a kernel of this width runs a step of `count` rows.
+#[inline(always)]
+unsafe fn is_for<const WIDTH: u8>(p: &DecodeStep, count: u32) -> bool {
+    // SAFETY: the caller's word.
+    WIDTH == ANY || (p.has_wide != 0 && unsafe { producer::is_wide(p, count) }) == (WIDTH == WIDE)
+}
+
 /// A block's part of a step of `count` rows.
 #[inline(always)]
-unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool, const ROWS: u8>(
+unsafe fn run<
+    F: WeightFormat,
+    const TILES: usize,
+    const GROUP: usize,
+    const ONE: bool,
+    const ROWS: u8,
+    const WIDTH: u8,
+>(
     p: &DecodeStep,
     count: u32,
 ) {
@@ -354,8 +379,11 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE
             Ring::init(RING, WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
-            let units =
-                if ROWS == SEQUENCES { Units::of_sequences(p, count, last) } else { Units::new::<ROWS>(p, count) };
+            let units = if ROWS == SEQUENCES {
+                Units::of_sequences(p, count, last)
+            } else {
+                Units::new::<ROWS, WIDTH>(p, count)
+            };
             units.store();
         }
         if thread < MAX_DECODE_ROWS {
@@ -375,7 +403,7 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
-            Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, GROUP, ONE>();
+            Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, GROUP, ONE, WIDTH>();
         } else {
             give_registers();
             if warp_id == WARPS {
@@ -441,175 +469,175 @@ pub unsafe fn decode_1_int4_f16(p: DecodeStep) {
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, 2, CHAIN>(&p) }
+    unsafe { decode::<Plain, 1, 2, CHAIN, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, CHAIN>(&p) }
+    unsafe { decode::<Plain, 2, 2, CHAIN, NARROW>(&p) }
 }
 
 /// [`decode_8`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, 1, CHAIN>(&p) }
+    unsafe { decode::<Lossless, 1, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, CHAIN>(&p) }
+    unsafe { decode::<Lossless, 2, 1, CHAIN, NARROW>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, 1, CHAIN>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 1, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, CHAIN>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_8`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, 1, CHAIN>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, CHAIN>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_8_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, 1, CHAIN>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 1, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, CHAIN>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, CHAIN, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows that may be a tree.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, TREE>(&p) }
+    unsafe { decode::<Plain, 2, 2, TREE, NARROW>(&p) }
 }
 
 /// [`decode_tree`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, TREE>(&p) }
+    unsafe { decode::<Lossless, 2, 1, TREE, NARROW>(&p) }
 }
 
 /// [`decode_tree`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, TREE>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, 1, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, TREE>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, TREE>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, TREE, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 8 rows, each of a sequence of its own.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, 2, SEQUENCES>(&p) }
+    unsafe { decode::<Plain, 1, 2, SEQUENCES, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows, each of a sequence of its own.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, SEQUENCES>(&p) }
+    unsafe { decode::<Plain, 2, 2, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Lossless, 1, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Lossless, 2, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 1, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 1, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, SEQUENCES>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, 1, SEQUENCES, ANY>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

@@ -1,9 +1,11 @@
 //! What the decode kernel has of its own beside the weights, and its launch (see `gpu_kernels::decode`).
 
 use cuda_std::{Global, GlobalMut};
+use gpu_kernels::attention::SPLIT;
 use gpu_kernels::decode::{self, DecodeStep};
 use gpu_kernels::e4m3;
 use gpu_kernels::exchange::Exchange;
+use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
@@ -32,6 +34,8 @@ pub struct Decode {
     /// As [`DecodeStep::qkv_inputs`].
     qkv_inputs: u32,
     grid: u32,
+    /// Whether steps may be for a kernel of wide attention: see [`DecodeStep::has_wide`].
+    has_wide: bool,
 }
 
 /// Which kernel runs a step's rows.
@@ -44,6 +48,9 @@ enum Rows {
     Many,
     /// Those that may be a tree.
     Tree,
+    /// More, and those that may be a tree, where the context is long.
+    ManyWide,
+    TreeWide,
     /// At most 8, each of a sequence of its own.
     FewSequences,
     /// More of these.
@@ -104,8 +111,14 @@ impl Decode {
         let sizes = [hidden, intermediate, q_heads, kv_heads, pairs];
         let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
+        let (step_weights, grid) = (StepWeights::new(device, config, weights)?, weights.stream.blocks());
+        // Blocks may each have a whole split, in the longest context that there is room for.
+        let splits = (cache.pages() * PAGE_TOKENS as usize).div_ceil(SPLIT as usize);
+        let has_wide = device.capabilities().wgmma
+            && matches!(step_weights, StepWeights::Plain | StepWeights::Lossless(..))
+            && config.num_key_value_heads * splits >= grid as usize;
         Ok(Some(Self {
-            weights: StepWeights::new(device, config, weights)?,
+            weights: step_weights,
             norms,
             biases,
             pages: device.upload(&pages)?,
@@ -118,7 +131,8 @@ impl Decode {
             exchange: Exchange::new(words.ptr_mut(), sizes).0,
             words,
             qkv_inputs: inputs,
-            grid: weights.stream.blocks(),
+            grid,
+            has_wide,
         }))
     }
 
@@ -184,6 +198,7 @@ impl Decode {
             counters: self.counters.ptr_mut(),
             exchange: self.exchange,
             qkv_inputs: self.qkv_inputs,
+            has_wide: self.has_wide.into(),
             ..step
         };
         // SAFETY: the caller's word.
@@ -202,14 +217,25 @@ impl Decode {
                 (2..=8, _) => Some(Rows::Few),
                 _ => Some(Rows::Many),
             };
-            // How many rows of one sequence there are, the device alone knows: of both kernels one finds nothing to do.
+            // How many rows of one sequence there are, the device alone knows, and how long their context is: of
+            // these kernels one finds something to do.
+            let wide = match several {
+                Some(Rows::Many) if self.has_wide => Some(Rows::ManyWide),
+                Some(Rows::Tree) if self.has_wide => Some(Rows::TreeWide),
+                _ => None,
+            };
             let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
-            for rows in [one, several].into_iter().flatten() {
+            for rows in [one, several, wide].into_iter().flatten() {
                 match (&self.weights, rows) {
                     (StepWeights::Plain, Rows::One) => launch!(decode::decode_1),
                     (StepWeights::Plain, Rows::Few) => launch!(decode::decode_8),
                     (StepWeights::Plain, Rows::Many) => launch!(decode::decode_16),
                     (StepWeights::Plain, Rows::Tree) => launch!(decode::decode_tree),
+                    (StepWeights::Plain, Rows::ManyWide) => launch!(decode::decode_16_wide),
+                    (StepWeights::Plain, Rows::TreeWide) => launch!(decode::decode_tree_wide),
+                    (StepWeights::Lossless(..), Rows::ManyWide) => launch!(decode::decode_16_wide_lossless),
+                    (StepWeights::Lossless(..), Rows::TreeWide) => launch!(decode::decode_tree_wide_lossless),
+                    (_, Rows::ManyWide | Rows::TreeWide) => unreachable!("formats without such kernels"),
                     (StepWeights::Plain, Rows::FewSequences) => launch!(decode::decode_8_sequences),
                     (StepWeights::Plain, Rows::Sequences) => launch!(decode::decode_16_sequences),
                     (StepWeights::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),

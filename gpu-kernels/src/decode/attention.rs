@@ -7,7 +7,7 @@ use cuda_std::{bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::producer::{Share, Units};
-use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
+use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, WIDE, sequences};
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
     add_values, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
@@ -75,7 +75,11 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// Attention over the grid, from the projections to before the blocks' next barrier.
     #[inline(always)]
-    pub unsafe fn attention<const VECTORS: usize, const ONE: bool>(&mut self, layer: u32, mut units: Units) {
+    pub unsafe fn attention<const VECTORS: usize, const ONE: bool, const WIDTH: u8>(
+        &mut self,
+        layer: u32,
+        mut units: Units,
+    ) {
         // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
@@ -95,7 +99,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
             while let Some(share) = units.take::<ROWS>(p.work.kv_heads) {
-                self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
+                self.share::<VECTORS, ONE, WIDTH>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
             }
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT {
@@ -132,7 +136,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// Tiles of pairs against up to four pages of a key-value head.
     #[inline(always)]
-    unsafe fn share<const VECTORS: usize, const ONE: bool>(
+    unsafe fn share<const VECTORS: usize, const ONE: bool, const WIDTH: u8>(
         &mut self,
         attend: &Attend,
         layer: u32,
@@ -146,7 +150,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles, .. } = share;
             #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-            if !ONE && super::wide::takes::<ROWS>(share, self.count, (group.value, tile_rows), self.first_position()) {
+            if WIDTH == WIDE
+                && super::wide::takes::<ROWS>(share, self.count, (group.value, tile_rows), self.first_position())
+            {
                 self.share_of_all::<VECTORS>(attend, layer, group, share, prepared);
                 return;
             }

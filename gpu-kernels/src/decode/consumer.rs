@@ -70,7 +70,9 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
     /// use, those of the next are under way. `ONE` row is exchanged with other blocks as [words with a sequence
     /// flag](crate::exchange), others through memory with grid barriers.
     #[inline(always)]
-    pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool>(&mut self) {
+    pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool, const WIDTH: u8>(
+        &mut self,
+    ) {
         // SAFETY: the caller's word.
         unsafe {
             self.mark(Mark::Begin);
@@ -108,7 +110,7 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                     if matrix == Matrix::Qkv {
                         // Scratch memory is free.
                         sync();
-                        self.attention::<1, true>(layer, Units::load());
+                        self.attention::<1, true, WIDTH>(layer, Units::load());
                     }
                     part = self.part::<F>(index, 0);
                     first = self.first_of_one(&part);
@@ -120,9 +122,9 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                     let units = self.before_attention(layer);
                     self.wait();
                     if TILES == 1 {
-                        self.attention::<4, false>(layer, units);
+                        self.attention::<4, false, WIDTH>(layer, units);
                     } else {
-                        self.attention::<8, false>(layer, units);
+                        self.attention::<8, false, WIDTH>(layer, units);
                     }
                     self.arrive();
                 } else if matrix == Matrix::Output {

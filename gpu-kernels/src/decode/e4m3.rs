@@ -3,7 +3,7 @@
 
 use cuda_std::{kernel, wgmma};
 
-use super::{CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, decode, decode_one};
+use super::{ANY, CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, decode, decode_one};
 use crate::weights::E4m3;
 
 /// [`decode_1`](super::decode_1), of layers in FP8 whose weights' scales are of 128 × 128.
@@ -21,7 +21,8 @@ pub unsafe fn decode_1_e4m3(p: DecodeStep) {
 pub unsafe fn decode_16_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        decode::<E4m3, 2, 1, CHAIN>(&p);
+        wgmma::declare();
+        decode::<E4m3, 2, 1, CHAIN, ANY>(&p);
     }
 }
 
@@ -30,7 +31,8 @@ pub unsafe fn decode_16_e4m3(p: DecodeStep) {
 pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        decode::<E4m3, 2, 1, TREE>(&p);
+        wgmma::declare();
+        decode::<E4m3, 2, 1, TREE, ANY>(&p);
     }
 }
 
@@ -39,6 +41,7 @@ pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
 pub unsafe fn decode_16_sequences_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        decode::<E4m3, 2, 1, SEQUENCES>(&p);
+        wgmma::declare();
+        decode::<E4m3, 2, 1, SEQUENCES, ANY>(&p);
     }
 }

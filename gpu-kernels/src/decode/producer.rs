@@ -5,14 +5,22 @@ use core::ops::Range;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, TREE, UNITS, Walk, sequences};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, TREE, UNITS, WIDE, Walk, sequences};
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
 use crate::weights::WeightFormat;
 
-/// Whether [all pairs](super::wide) may be taken at a time.
-const HAS_WGMMA: bool = cfg!(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"));
+/// Whether a step of `count` rows is better with [wide](super::wide) attention: if its tiles are several, and each block
+/// would have all of a split.
+#[inline(always)]
+pub unsafe fn is_wide(p: &DecodeStep, count: u32) -> bool {
+    // SAFETY: a step has rows.
+    let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
+    let pairs = count * p.work.group();
+    let splits = last / SPLIT + 1;
+    PAIRS < pairs && pairs <= ALL_PAIRS && p.work.kv_heads * splits >= thread::grid_dim_x()
+}
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block
 /// takes consecutive ones.
@@ -51,7 +59,7 @@ pub struct Share {
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub unsafe fn new<const ROWS: u8>(p: &DecodeStep, count: u32) -> Self {
+    pub unsafe fn new<const ROWS: u8, const WIDTH: u8>(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: a step has so many rows.
         let position = |row: u32| unsafe { p.work.rows.positions.load(row as usize) };
         let last = position(0) + count - 1;
@@ -70,17 +78,14 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        // Where blocks would have several tiles of a split, they have all.
-        let most = p.work.kv_heads * splits * tiles;
-        let together = HAS_WGMMA && tiles > 1 && count * group.value <= ALL_PAIRS && most > grid;
-        if ROWS == TREE && !together && splits > 1 && position(count - 1) != last {
+        if ROWS == TREE && WIDTH != WIDE && splits > 1 && position(count - 1) != last {
             // Where paths part, in the last split, a tile takes twice as long: a split more is dealt, and left out.
             splits += 1;
         }
         let all = p.work.kv_heads * splits * tiles;
         let mut units = Self { group, tile_rows, splits, tiles, next: 0, end: 0, last };
         [units.next, units.end] = [block, block + 1].map(|block| {
-            if together {
+            if WIDTH == WIDE {
                 units.together::<ROWS>(p.work.kv_heads, position(0), block, grid)
             } else {
                 block * all / grid
@@ -90,7 +95,7 @@ impl Units {
     }
 
     /// The first unit of a block, if units of a split that all rows see alike are dealt together: they take the time of
-    /// one such split whatever their number, two thirds of what any other unit takes.
+    /// one such split whatever their number, a third of what any other unit takes.
     #[inline(always)]
     fn together<const ROWS: u8>(&self, kv_heads: u32, root: u32, block: u32, grid: u32) -> u32 {
         const COST: [u32; 2] = [1, 3];

@@ -10,21 +10,25 @@
 //!
 //! Windows of 32 keys are what a warp of [`attend`](crate::attention::attend) has, and are added as it adds them: term
 //! by term the sums are those of [`DimSums`](crate::attention::DimSums).
+//!
+//! It has kernels of its own, for contexts where that is worth it: in one kernel with the other way it takes registers
+//! from GEMMs. The device alone knows which a step wants, so both are launched.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::swizzled;
 use cuda_std::wgmma::{self, Columns, Operand};
-use cuda_std::{bulk, math, mma, thread, warp};
+use cuda_std::{bulk, kernel, math, mma, thread, warp};
 
 use super::attention::{QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
 use super::producer::Share;
-use super::{SCRATCH, SCRATCH_BYTES, SEQUENCES, TREE};
+use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, SEQUENCES, THREADS, TREE, WIDE, decode};
 use crate::attention::{
     ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, weigh_windows, weight,
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
+use crate::weights::{Lossless, Plain};
 
 /// Windows of a split.
 const WINDOWS: u32 = SPLIT / WARP_KEYS;
@@ -39,6 +43,46 @@ const SCALES: u32 = ALL_PAIRS * WINDOWS * 4;
 const _: () = assert!(2 * HALF_BYTES == QUERY_BYTES && ALL_PAIRS * QUERY == QUERY_BYTES);
 // Two places: one warpgroup may be a share ahead.
 const _: () = assert!(QUERY_BYTES + 2 * 2 * SCALES <= SCRATCH_BYTES);
+
+/// [`decode_16`](super::decode_16), of long contexts.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_wide(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        wgmma::declare();
+        decode::<Plain, 2, 2, CHAIN, WIDE>(&p);
+    }
+}
+
+/// [`decode_16_wide`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_16_wide_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        wgmma::declare();
+        decode::<Lossless, 2, 1, CHAIN, WIDE>(&p);
+    }
+}
+
+/// [`decode_tree`](super::decode_tree), of long contexts.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_wide(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        wgmma::declare();
+        decode::<Plain, 2, 2, TREE, WIDE>(&p);
+    }
+}
+
+/// [`decode_tree_wide`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_wide_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        wgmma::declare();
+        decode::<Lossless, 2, 1, TREE, WIDE>(&p);
+    }
+}
 
 /// Whether a share goes this way, of a step of `count` rows of which the first stands at `root`: where it is of all rows,
 /// and these see the same keys.
