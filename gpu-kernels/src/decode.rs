@@ -64,7 +64,7 @@ pub(crate) use consumer::{OfFragments, Products};
 pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
 use producer::{Units, produce};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub use wide::{decode_16_wide, decode_16_wide_lossless, decode_tree_wide, decode_tree_wide_lossless};
+pub use wide::{decode_16_wide, decode_16_wide_lossless};
 
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -82,7 +82,7 @@ const SEQUENCES: u8 = 2;
 // Which steps of several rows a kernel runs, by the attention that is best for them.
 /// All.
 const ANY: u8 = 0;
-/// All but those for [wide] attention, where it has a kernel.
+/// All but those for wide attention, where it has a kernel.
 const NARROW: u8 = 1;
 /// Those.
 const WIDE: u8 = 2;
@@ -149,7 +149,7 @@ pub struct DecodeStep {
     pub eagle: EagleStep,
     /// Input features of the projections of queries, keys and values: the hidden size, or of a head twice as many.
     pub qkv_inputs: u32,
-    /// Whether a kernel of [wide] attention is launched as well, and has the steps that are for it: 1 or 0.
+    /// Whether a kernel for long contexts is launched as well, and has the steps that are for it: 1 or 0.
     pub has_wide: u32,
     /// Layers.
     pub layer_count: u32,
@@ -539,14 +539,14 @@ pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, TREE, NARROW>(&p) }
+    unsafe { decode::<Plain, 2, 2, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, TREE, NARROW>(&p) }
+    unsafe { decode::<Lossless, 2, 1, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of layers in FP8.

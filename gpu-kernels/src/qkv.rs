@@ -317,7 +317,8 @@ impl HeadVector {
     pub unsafe fn store_for_words(&self, to: Shared<bf16>) {
         // SAFETY: the caller's word.
         unsafe {
-            let to = to.cast::<u32>().at((self.lane & 16 | self.lane % 4 * 4 | self.lane % 16 / 4) as usize);
+            let word = self.lane / 16 * 16 + self.lane % 4 * 4 + self.lane % 16 / 4;
+            let to = to.cast::<u32>().at(word as usize);
             to.store(0, self.low);
             to.store((HALF / 2) as usize, self.high);
         }

@@ -48,9 +48,8 @@ enum Rows {
     Many,
     /// Those that may be a tree.
     Tree,
-    /// More, and those that may be a tree, where the context is long.
+    /// More than 8, where the context is long.
     ManyWide,
-    TreeWide,
     /// At most 8, each of a sequence of its own.
     FewSequences,
     /// More of these.
@@ -219,11 +218,7 @@ impl Decode {
             };
             // How many rows of one sequence there are, the device alone knows, and how long their context is: of
             // these kernels one finds something to do.
-            let wide = match several {
-                Some(Rows::Many) if self.has_wide => Some(Rows::ManyWide),
-                Some(Rows::Tree) if self.has_wide => Some(Rows::TreeWide),
-                _ => None,
-            };
+            let wide = (self.has_wide && matches!(several, Some(Rows::Many))).then_some(Rows::ManyWide);
             let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
             for rows in [one, several, wide].into_iter().flatten() {
                 match (&self.weights, rows) {
@@ -232,10 +227,8 @@ impl Decode {
                     (StepWeights::Plain, Rows::Many) => launch!(decode::decode_16),
                     (StepWeights::Plain, Rows::Tree) => launch!(decode::decode_tree),
                     (StepWeights::Plain, Rows::ManyWide) => launch!(decode::decode_16_wide),
-                    (StepWeights::Plain, Rows::TreeWide) => launch!(decode::decode_tree_wide),
                     (StepWeights::Lossless(..), Rows::ManyWide) => launch!(decode::decode_16_wide_lossless),
-                    (StepWeights::Lossless(..), Rows::TreeWide) => launch!(decode::decode_tree_wide_lossless),
-                    (_, Rows::ManyWide | Rows::TreeWide) => unreachable!("formats without such kernels"),
+                    (_, Rows::ManyWide) => unreachable!("formats without such kernels"),
                     (StepWeights::Plain, Rows::FewSequences) => launch!(decode::decode_8_sequences),
                     (StepWeights::Plain, Rows::Sequences) => launch!(decode::decode_16_sequences),
                     (StepWeights::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),

@@ -38,8 +38,7 @@ struct Prepared {
     place: u32,
     /// and how many of them nobody reads any more.
     free: u32,
-    /// Whether the queries are as [`attend_all`](Consumer::attend_all) takes them, and how many shares went that way.
-    wide: bool,
+    /// How many shares [`attend_all`](Consumer::attend_all) had.
     turn: u32,
 }
 
@@ -91,15 +90,19 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let all = p.work.attend();
             let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
             let attend = Attend { sums, scales, ..all };
-            let mut prepared =
-                Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2, wide: false, turn: 0 };
+            let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2, turn: 0 };
             let dealt = (units.group, units.tile_rows);
             if ONE && units.is_empty() {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
             while let Some(share) = units.take::<ROWS>(p.work.kv_heads) {
-                self.share::<VECTORS, ONE, WIDTH>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
+                #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+                if WIDTH == WIDE {
+                    self.share_of_all::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
+                    continue;
+                }
+                self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
             }
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT {
@@ -136,7 +139,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// Tiles of pairs against up to four pages of a key-value head.
     #[inline(always)]
-    unsafe fn share<const VECTORS: usize, const ONE: bool, const WIDTH: u8>(
+    unsafe fn share<const VECTORS: usize, const ONE: bool>(
         &mut self,
         attend: &Attend,
         layer: u32,
@@ -149,25 +152,17 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles, .. } = share;
-            #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-            if WIDTH == WIDE
-                && super::wide::takes::<ROWS>(share, self.count, (group.value, tile_rows), self.first_position())
-            {
-                self.share_of_all::<VECTORS>(attend, layer, group, share, prepared);
-                return;
-            }
             let mut tile = tiles.start;
             while tile < tiles.end {
                 if (tile - tiles.start).is_multiple_of(TILES) {
                     let batch = tile..tiles.end.min(tile + TILES);
                     let fresh = if prepared.kv_head == kv_head
-                        && !prepared.wide
                         && prepared.tiles.start <= batch.start
                         && batch.end <= prepared.tiles.end
                     {
                         0..0
                     } else {
-                        (prepared.kv_head, prepared.wide) = (kv_head, false);
+                        prepared.kv_head = kv_head;
                         prepared.tiles = batch.clone();
                         batch
                     };
@@ -247,7 +242,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         // SAFETY: the caller's word.
         unsafe {
             let own = self.own_rows(share);
-            let is_fresh = prepared.kv_head != share.kv_head || !prepared.wide;
+            let is_fresh = prepared.kv_head != share.kv_head || prepared.tiles.is_empty();
             if is_fresh || own.start < own.end {
                 if !prepared.staged {
                     // Some may still read what is there.
@@ -261,7 +256,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 bulk::fence_proxy_async();
                 sync();
             }
-            (prepared.kv_head, prepared.tiles, prepared.wide, prepared.staged) = (share.kv_head, 0..0, true, false);
+            (prepared.kv_head, prepared.tiles, prepared.staged) = (share.kv_head, 0..1, false);
             self.attend_all(attend, share, group, prepared.turn);
             prepared.turn += 1;
             self.release(2 * share.pages, thread::opaque(thread::lane_id()));

@@ -11,7 +11,7 @@ use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
 use crate::weights::WeightFormat;
 
-/// Whether a step of `count` rows is better with [wide](super::wide) attention: if its tiles are several, and each block
+/// Whether a step of `count` rows is better with wide attention: if its tiles are several, and each block
 /// would have all of a split.
 #[inline(always)]
 pub unsafe fn is_wide(p: &DecodeStep, count: u32) -> bool {
@@ -78,40 +78,15 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        if ROWS == TREE && WIDTH != WIDE && splits > 1 && position(count - 1) != last {
+        if ROWS == TREE && splits > 1 && position(count - 1) != last {
             // Where paths part, in the last split, a tile takes twice as long: a split more is dealt, and left out.
             splits += 1;
         }
-        let all = p.work.kv_heads * splits * tiles;
-        let mut units = Self { group, tile_rows, splits, tiles, next: 0, end: 0, last };
-        [units.next, units.end] = [block, block + 1].map(|block| {
-            if WIDTH == WIDE {
-                units.together::<ROWS>(p.work.kv_heads, position(0), block, grid)
-            } else {
-                block * all / grid
-            }
-        });
-        units
-    }
-
-    /// The first unit of a block, if units of a split that all rows see alike are dealt together: they take the time of
-    /// one such split whatever their number, a third of what any other unit takes.
-    #[inline(always)]
-    fn together<const ROWS: u8>(&self, kv_heads: u32, root: u32, block: u32, grid: u32) -> u32 {
-        const COST: [u32; 2] = [1, 3];
-        let alike = if ROWS == TREE { ((root + 1) / SPLIT).min(self.splits) } else { self.splits };
-        let of_alike = alike * COST[0];
-        let of_head = of_alike + (self.splits - alike) * self.tiles * COST[1];
-        // SAFETY: a grid has blocks, and a context splits.
-        unsafe { cuda_std::assume(grid > 0 && of_head > 0) };
-        let first = block * (kv_heads * of_head) / grid;
-        let (head, within) = (first / of_head, first % of_head);
-        let unit = if within <= of_alike {
-            within.div_ceil(COST[0]) * self.tiles
-        } else {
-            alike * self.tiles + (within - of_alike).div_ceil(COST[1])
-        };
-        head * self.splits * self.tiles + unit
+        // Of wide attention a block takes all tiles of a split.
+        let (together, units) = if WIDTH == WIDE { (tiles, 1) } else { (1, tiles) };
+        let all = p.work.kv_heads * splits * units;
+        let [next, end] = [block, block + 1].map(|block| block * all / grid * together);
+        Self { group, tile_rows, splits, tiles, next, end, last }
     }
 
     /// Those of this block when the step has `count` rows of several sequences, the furthest at the position `last`,

@@ -22,7 +22,7 @@ use cuda_std::{bulk, kernel, math, mma, thread, warp};
 use super::attention::{QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
 use super::producer::Share;
-use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, SEQUENCES, THREADS, TREE, WIDE, decode};
+use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, THREADS, WIDE, decode};
 use crate::attention::{
     ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, weigh_windows, weight,
 };
@@ -62,37 +62,6 @@ pub unsafe fn decode_16_wide_lossless(p: DecodeStep) {
         wgmma::declare();
         decode::<Lossless, 2, 1, CHAIN, WIDE>(&p);
     }
-}
-
-/// [`decode_tree`](super::decode_tree), of long contexts.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_wide(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe {
-        wgmma::declare();
-        decode::<Plain, 2, 2, TREE, WIDE>(&p);
-    }
-}
-
-/// [`decode_tree_wide`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_wide_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe {
-        wgmma::declare();
-        decode::<Lossless, 2, 1, TREE, WIDE>(&p);
-    }
-}
-
-/// Whether a share goes this way, of a step of `count` rows of which the first stands at `root`: where it is of all rows,
-/// and these see the same keys.
-#[inline(always)]
-pub const fn takes<const ROWS: u8>(share: &Share, count: u32, (group, tile_rows): (u32, u32), root: u32) -> bool {
-    let pairs = count * group;
-    let all = share.tiles.start == 0 && share.tiles.end * tile_rows >= count;
-    // Rows of a tree differ in the keys behind the root.
-    let alike = ROWS != TREE || (share.split + 1) * SPLIT <= root + 1;
-    ROWS != SEQUENCES && all && alike && PAIRS < pairs && pairs <= ALL_PAIRS
 }
 
 /// Scores of the 64 keys of a stage, in the first or second half of the upper accumulators: begun, and closed as a

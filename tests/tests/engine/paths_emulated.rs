@@ -3,6 +3,9 @@
 
 use std::ops::ControlFlow;
 
+use benches::cases::decode::{self, DecodeSizes};
+use benches::{Bench, Event};
+use gpu_kernels::attention::SPLIT;
 use host::batch::{Batch, BatchOptions, Job};
 use host::device::{Device, DeviceOptions, Level};
 use host::forward::Forward;
@@ -69,6 +72,20 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
         for draft in [None, Some(EAGER)] {
             assert_eq!(answer(&mut other, &greedy(&prompt, 12, draft)).tokens, whole, "{options:?} {draft:?}");
         }
+    }
+}
+
+/// The last of the contexts is long: where every CTA has a whole split, 16 rows have a kernel of their own.
+#[test]
+fn steps_of_any_rows_give_the_bits_of_launches() {
+    let device = Device::emulator(5);
+    for tree in [false, true] {
+        let sizes = DecodeSizes { rows: vec![5, 16], tree, ..DecodeSizes::small() };
+        let (heads, context) = (sizes.config.num_key_value_heads as u32, sizes.contexts[1]);
+        assert!(heads * context.div_ceil(SPLIT) >= device.capabilities().sms);
+        let mut watch = |_: Event<'_>| {};
+        let mut bench = Bench::new(&device, 1, &mut watch).unwrap_or_else(|e| panic!("{e}"));
+        decode::run(&mut bench, &sizes).unwrap_or_else(|e| panic!("{e}"));
     }
 }
 
