@@ -88,8 +88,8 @@ const NARROW: u8 = 1;
 const WIDE: u8 = 2;
 const STAGES: u32 = 12;
 const RING: Shape = Shape { start: 0, stages: STAGES, bytes: CHUNK_BYTES, barriers: SCRATCH + SCRATCH_BYTES };
-/// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention. It begins
-/// where `wgmma` may read queries.
+/// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention. It
+/// begins where `wgmma` may read queries.
 const SCRATCH: u32 = STAGES * CHUNK_BYTES;
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
 /// Each row's norm factor. Of one row: the sequence flag of the squares that the factor is asked of, then the factor.
@@ -157,8 +157,8 @@ pub struct DecodeStep {
     pub intermediate: u32,
 }
 
-/// What [`DecodeStep::page_map`] describes: the cache of `layers` layers of `elements` each at `address`. A box has half
-/// of the dimensions of some tokens' keys, or values, of a head.
+/// What [`DecodeStep::page_map`] describes: the cache of `layers` layers of `elements` each at `address`. A box has
+/// half of the dimensions of some tokens' keys, or values, of a head.
 #[cfg(not(target_arch = "nvptx64"))]
 #[must_use]
 pub const fn page_array(address: u64, layers: usize, elements: usize) -> tensor::Array {

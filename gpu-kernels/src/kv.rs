@@ -30,8 +30,8 @@ pub const fn place(position: u32, d: u32) -> u32 {
     d ^ (position % 8 * 8)
 }
 
-/// How a head's keys, or values, of a page lie in shared memory: rows of tokens, of two halves of 128 bytes. The 16-byte
-/// chunks of a half are at their [`place`].
+/// How a head's keys, or values, of a page lie in shared memory: rows of tokens, of two halves of 128 bytes. The
+/// 16-byte chunks of a half are at their [`place`].
 #[derive(Clone, Copy)]
 pub(crate) struct PageLayout {
     /// Bytes from a token to the next.

@@ -72,8 +72,8 @@ impl Ring {
         }
     }
 
-    /// The same, from a shuffle: so the assembler knows that a warp's lanes agree on it, and makes what is found from it
-    /// in uniform registers.
+    /// The same, from a shuffle: so the assembler knows that a warp's lanes agree on it, and makes what is found from
+    /// it in uniform registers.
     #[inline(always)]
     pub fn agreed(&self) -> Self {
         let [base, stage, parity] = [self.base, self.stage, self.parity].map(|word| warp::shuffle_idx(word, 0));
