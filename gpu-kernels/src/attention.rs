@@ -300,24 +300,13 @@ pub(crate) fn weigh_some<const HALVES: usize>(
 ) -> SoftmaxWeights {
     let g = tile.lane / 4;
     let second = if HALVES == 1 { -1 } else { tile.last_key(g + 8, &position) };
-    weigh_keys::<HALVES>(p, tile.first_key(), tile.lane, [tile.last_key(g, &position), second], s)
-}
-
-/// [`weigh_some`] of the 32 keys from `first` on, where a lane's two pairs see keys up to `last`.
-#[inline(always)]
-pub(crate) fn weigh_keys<const HALVES: usize>(
-    p: &Attend,
-    first: u32,
-    lane: u32,
-    last: [i32; 2],
-    s: [[f32; 4]; 4],
-) -> SoftmaxWeights {
-    let [weights] = weigh_windows::<1, HALVES>(p, first, lane, Some(last), [s]);
+    let last = [tile.last_key(g, &position), second];
+    let [weights] = weigh_windows::<1, HALVES>(p, tile.first_key(), tile.lane, Some(last), [s]);
     weights
 }
 
-/// [`weigh_keys`] of `N` windows of 32 keys, four at most, which follow each other; without `last` all keys are seen.
-/// What is done with one fills the latencies of the others.
+/// [`weigh_some`] of `N` windows of 32 keys, four at most, which follow each other from key `first` on. A lane's two
+/// pairs see keys up to `last`; without it all. What is done with one window fills the latencies of the others.
 #[inline(always)]
 pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
     p: &Attend,

@@ -252,6 +252,13 @@ impl DecodeStep {
         4 * layers + 1
     }
 
+    /// Whether a context of so many splits is long: each of a grid's blocks would have a whole one of a head.
+    #[inline(always)]
+    #[must_use]
+    pub const fn is_long(kv_heads: u32, splits: u32, blocks: u32) -> bool {
+        kv_heads * splits >= blocks
+    }
+
     /// Elements of a layer's [`norms`](Self::norms).
     pub const fn layer_norms(hidden: u32) -> usize {
         (2 * hidden + 2 * HEAD_DIM) as usize

@@ -111,11 +111,11 @@ impl Decode {
         let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         let (step_weights, grid) = (StepWeights::new(device, config, weights)?, weights.stream.blocks());
-        // Blocks may each have a whole split, in the longest context that there is room for.
-        let splits = (cache.pages() * PAGE_TOKENS as usize).div_ceil(SPLIT as usize);
+        // The longest context that there is room for.
+        let splits = cache.pages().div_ceil((SPLIT / PAGE_TOKENS) as usize) as u32;
         let has_wide = device.capabilities().wgmma
             && matches!(step_weights, StepWeights::Plain | StepWeights::Lossless(..))
-            && config.num_key_value_heads * splits >= grid as usize;
+            && DecodeStep::is_long(kv_heads, splits, grid);
         Ok(Some(Self {
             weights: step_weights,
             norms,

@@ -6,7 +6,6 @@
 
 use core::ops::Range;
 
-use cuda_std::tensor::swizzled;
 use cuda_std::{GlobalMut, bf16, shared, thread};
 
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES, TILES};
@@ -16,7 +15,7 @@ use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences, tree};
 use crate::attention::{ALL_PAIRS, Divisor, PAIRS, SPLIT};
 use crate::exchange::{Word, WordKind, Words};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
-use crate::qkv::{Factors, HeadVector, pack_value};
+use crate::qkv::{Factors, pack_value};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 
@@ -171,7 +170,8 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                         let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
                         let vector = heads.vector(head, x[I], scales[I], factors);
                         if WIDE && i >= keys {
-                            store_query_row(&vector, i - keys);
+                            // Rows of queries lie as a page's do.
+                            vector.store_in_page(LAYOUT, SCRATCH, i - keys);
                         } else if i >= keys {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
                             let tile = shared::dynamic(SCRATCH + slot / PAIRS * PAIRS * QUERY);
@@ -290,16 +290,6 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 fn head_words(head: u32) -> impl Fn(usize) -> u32 {
     let first = head * HEAD_DIM + thread::opaque(thread::lane_id()) * 2;
     move |i| first + i as u32 % 2 + i as u32 / 2 * (HEAD_DIM / 2)
-}
-
-/// Writes a query as row `pair` of those that `wgmma` reads: two halves of 64 dimensions, each of [`ALL_PAIRS`] rows.
-#[inline(always)]
-unsafe fn store_query_row(query: &HeadVector, pair: u32) {
-    unroll!(I < 2; {
-        let at = (I as u32 * ALL_PAIRS + pair) * HEAD_DIM + thread::opaque(thread::lane_id()) * 4;
-        // SAFETY: the caller's word.
-        unsafe { shared::dynamic::<u32>(SCRATCH + swizzled(at)).store(0, [query.low, query.high][I]) };
-    });
 }
 
 /// Asks for four words.

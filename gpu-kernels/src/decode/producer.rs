@@ -19,7 +19,7 @@ pub unsafe fn is_wide(p: &DecodeStep, count: u32) -> bool {
     let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
     let pairs = count * p.work.group();
     let splits = last / SPLIT + 1;
-    PAIRS < pairs && pairs <= ALL_PAIRS && p.work.kv_heads * splits >= thread::grid_dim_x()
+    PAIRS < pairs && pairs <= ALL_PAIRS && DecodeStep::is_long(p.work.kv_heads, splits, thread::grid_dim_x())
 }
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block

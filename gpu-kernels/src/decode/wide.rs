@@ -40,7 +40,8 @@ const ROW_BYTES: u32 = HEAD_DIM;
 const HALF_BYTES: u32 = ALL_PAIRS * ROW_BYTES;
 /// `[pair][window]` maxima, and then normalisers.
 const SCALES: u32 = ALL_PAIRS * WINDOWS * 4;
-const _: () = assert!(2 * HALF_BYTES == QUERY_BYTES && ALL_PAIRS * QUERY == QUERY_BYTES);
+// Queries lie as the keys of a page do.
+const _: () = assert!(2 * HALF_BYTES == QUERY_BYTES && ALL_PAIRS * QUERY == QUERY_BYTES && ALL_PAIRS == PAGE_TOKENS);
 // Two places: one warpgroup may be a share ahead.
 const _: () = assert!(QUERY_BYTES + 2 * 2 * SCALES <= SCRATCH_BYTES);
 

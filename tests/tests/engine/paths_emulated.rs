@@ -6,6 +6,7 @@ use std::ops::ControlFlow;
 use benches::cases::decode::{self, DecodeSizes};
 use benches::{Bench, Event};
 use gpu_kernels::attention::SPLIT;
+use gpu_kernels::decode::DecodeStep;
 use host::batch::{Batch, BatchOptions, Job};
 use host::device::{Device, DeviceOptions, Level};
 use host::forward::Forward;
@@ -82,7 +83,7 @@ fn steps_of_any_rows_give_the_bits_of_launches() {
     for tree in [false, true] {
         let sizes = DecodeSizes { rows: vec![5, 16], tree, ..DecodeSizes::small() };
         let (heads, context) = (sizes.config.num_key_value_heads as u32, sizes.contexts[1]);
-        assert!(heads * context.div_ceil(SPLIT) >= device.capabilities().sms);
+        assert!(DecodeStep::is_long(heads, context.div_ceil(SPLIT), device.capabilities().sms));
         let mut watch = |_: Event<'_>| {};
         let mut bench = Bench::new(&device, 1, &mut watch).unwrap_or_else(|e| panic!("{e}"));
         decode::run(&mut bench, &sizes).unwrap_or_else(|e| panic!("{e}"));

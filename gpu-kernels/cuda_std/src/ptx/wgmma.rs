@@ -58,13 +58,16 @@ macro_rules! accumulators {
 }
 
 /// The upper word of a descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte
-/// swizzle. B may be core matrices (`plain`), without a swizzle.
+/// swizzle. B may be core matrices (`plain`), without a swizzle, or columns (`$transposed` 1).
 macro_rules! product {
     ($shape:literal, ($($i:tt)*), $a:ident, $b:ident $rows:literal, $keep:ident) => {
+        product!($shape, ($($i)*), $a, $b $rows, $keep, 0)
+    };
+    ($shape:literal, ($($i:tt)*), $a:ident, $b:ident $rows:literal, $keep:ident, $transposed:literal) => {
         asm!(
             "{{ .reg .pred keep; .reg .b32 swizzled, plain; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 swizzled, 0x40000040;",
             concat!("mov.b32 plain, 0x40; mov.b64 a, {{{a}, swizzled}}; mov.b64 b, {{{b}, ", $rows, "}};"),
-            concat!("wgmma.mma_async.sync.aligned.", $shape, ".f32.bf16.bf16 ", accumulators!($($i)*), ", a, b, keep, 1, 1, 0, 0; }}"),
+            concat!("wgmma.mma_async.sync.aligned.", $shape, ".f32.bf16.bf16 ", accumulators!($($i)*), ", a, b, keep, 1, 1, 0, ", $transposed, "; }}"),
             a = in(reg32) $a, b = in(reg32) $b, keep = in(reg32) u32::from($keep), options(nostack))
     };
 }
@@ -126,23 +129,15 @@ macro_rules! cores {
 /// Of swizzled rows, or of B columns (`$transposed`), into 32 accumulators.
 macro_rules! n64 {
     ($a:ident, $b:ident, $keep:ident, $transposed:literal, $second:ident) => {
-        if $second {
-            n64!($a, $b, $keep, $transposed, (96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115
-                116 117 118 119 120 121 122 123 124 125 126 127));
-        } else {
-            n64!($a, $b, $keep, $transposed, (64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87
-                88 89 90 91 92 93 94 95));
-        }
-    };
-    ($a:ident, $b:ident, $keep:ident, $transposed:literal, ($($i:tt)*)) => {
         // SAFETY: the caller's.
         unsafe {
-            asm!(
-                "{{ .reg .pred keep; .reg .b32 high; .reg .b64 a, b; setp.ne.b32 keep, {keep}, 0; mov.b32 high, 0x40000040;",
-                "mov.b64 a, {{{a}, high}}; mov.b64 b, {{{b}, high}};",
-                concat!("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", accumulators!($($i)*),
-                    ", a, b, keep, 1, 1, 0, ", $transposed, "; }}"),
-                a = in(reg32) $a, b = in(reg32) $b, keep = in(reg32) u32::from($keep), options(nostack));
+            if $second {
+                product!("m64n64k16", (96 97 98 99 100 101 102 103 104 105 106 107 108 109 110 111 112 113 114 115 116
+                    117 118 119 120 121 122 123 124 125 126 127), $a, $b "swizzled", $keep, $transposed);
+            } else {
+                product!("m64n64k16", (64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90
+                    91 92 93 94 95), $a, $b "swizzled", $keep, $transposed);
+            }
         }
     };
 }
