@@ -110,8 +110,7 @@ proptest! {
             first_row: 0,
         };
         run::<linear::linear_8>([weights.n_tiles, 1, 1], Linear::shared_bytes(8), seed, params);
-        // Rounded where the kernels round, the difference is that of sums in f32. Of another rounding no bound would hold
-        // for all seeds but one too wide to show anything.
+        // Rounded where the kernels round: what is left is the error of sums in f32, which has a bound for all seeds.
         let want: Vec<f32> = embedded
             .want()
             .chunks(dim)

@@ -8,8 +8,9 @@
 //! ```text
 //! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|2x1|4x2 M N K REPEATS
 //! attention TOKENS Q_HEADS KV_HEADS REPEATS
-//! prefill TOKENS REPEATS                          a prompt of Qwen3-8B's shape, random weights, to its logits
-//! prefill_fp8 TOKENS REPEATS                      the same, with layers in FP8
+//! prefill TOKENS REPEATS [ROWS]                   a prompt of Qwen3-8B's shape, random weights, to its logits, in
+//!                                                 passes of so many rows at most
+//! prefill_fp8 TOKENS REPEATS [ROWS]               the same, with layers in FP8
 //! ```
 //!
 //! `benches/scripts/prefill_bench.py` asks, and times cuBLAS, PyTorch's attention and transformers in turns with it.
@@ -399,15 +400,15 @@ impl Prompt {
         Ok(Self { forward, history: device.upload(&history)?, words: device.zeroed(STATE_WORDS)? })
     }
 
-    /// All passes over a prompt, and the logits after it.
-    fn enqueue(&mut self, device: &Device, tokens: usize) -> std::result::Result<(), host::Error> {
+    /// All passes over a prompt, of at most so many `rows`, and the logits after it.
+    fn enqueue(&mut self, device: &Device, tokens: usize, rows: usize) -> std::result::Result<(), host::Error> {
         let state = SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() };
         let plan = |rows: Rows, start: usize, count: usize| {
             let plan = PlanPrompt { rows, state, start: start as u32, count: count as u32 };
             // SAFETY: the history has the tokens, and rows have room for a chunk.
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
         };
-        let chunk = self.forward.prefill().map_or(1, Prefill::capacity);
+        let chunk = self.forward.prefill().map_or(1, Prefill::capacity).min(rows);
         for at in (0..tokens).step_by(chunk) {
             let count = (tokens - at).min(chunk);
             if let Some(prefill) = self.forward.prefill() {
@@ -487,12 +488,16 @@ fn serve(device: &Device) -> Result<()> {
             }
             _ => return Err(format!("{line}: gemm, attention, prefill or prefill_fp8").into()),
         };
-        let tokens = if name.starts_with("prefill") { number(1)? } else { 0 };
+        let (tokens, rows) = match name.as_str() {
+            "prefill" | "prefill_fp8" if words.len() > 3 => (number(1)?, number(3)?.max(1)),
+            "prefill" | "prefill_fp8" => (number(1)?, LONGEST_PROMPT),
+            _ => (0, 0),
+        };
         let job = jobs.get_mut(&name).ok_or("made above")?;
         let mut run = |i: usize| match job {
             Job::GemmCase(product) => product.enqueue(device, cut, i % product.weights.matrices().len()),
             Job::Attention(attention) => attention.enqueue(device, &attention.tiles, None),
-            Job::Prompt(prompt) => prompt.enqueue(device, tokens),
+            Job::Prompt(prompt) => prompt.enqueue(device, tokens, rows),
         };
         for i in 0..2 {
             run(i)?;
