@@ -336,21 +336,19 @@ unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         if p.work.rows.count.load(0) == 1 {
-            run::<F, 1, 1, true, CHAIN, ANY>(p, 1);
+            run::<F, 1, true, CHAIN, ANY>(p, 1);
         }
     }
 }
 
 /// A step of several rows: of one row nothing.
 #[inline(always)]
-unsafe fn decode<F: WeightFormat, const TILES: usize, const GROUP: usize, const ROWS: u8, const WIDTH: u8>(
-    p: &DecodeStep,
-) {
+unsafe fn decode<F: WeightFormat, const TILES: usize, const ROWS: u8, const WIDTH: u8>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count > 1 && is_for::<WIDTH>(p, count) {
-            run::<F, TILES, GROUP, false, ROWS, WIDTH>(p, count);
+            run::<F, TILES, false, ROWS, WIDTH>(p, count);
         }
     }
 }
@@ -364,14 +362,7 @@ unsafe fn is_for<const WIDTH: u8>(p: &DecodeStep, count: u32) -> bool {
 
 /// A block's part of a step of `count` rows.
 #[inline(always)]
-unsafe fn run<
-    F: WeightFormat,
-    const TILES: usize,
-    const GROUP: usize,
-    const ONE: bool,
-    const ROWS: u8,
-    const WIDTH: u8,
->(
+unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ROWS: u8, const WIDTH: u8>(
     p: &DecodeStep,
     count: u32,
 ) {
@@ -410,7 +401,7 @@ unsafe fn run<
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
-            Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, GROUP, ONE, WIDTH>();
+            Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, ONE, WIDTH>();
         } else {
             give_registers();
             if warp_id == WARPS {
@@ -476,175 +467,175 @@ pub unsafe fn decode_1_int4_f16(p: DecodeStep) {
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, 2, CHAIN, ANY>(&p) }
+    unsafe { decode::<Plain, 1, CHAIN, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, CHAIN, NARROW>(&p) }
+    unsafe { decode::<Plain, 2, CHAIN, NARROW>(&p) }
 }
 
 /// [`decode_8`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Lossless, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, CHAIN, NARROW>(&p) }
+    unsafe { decode::<Lossless, 2, CHAIN, NARROW>(&p) }
 }
 
 /// [`decode_8`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_8`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_8_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 1, CHAIN, ANY>(&p) }
 }
 
 /// [`decode_16_int4`], with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, CHAIN, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, CHAIN, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows that may be a tree.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, TREE, ANY>(&p) }
+    unsafe { decode::<Plain, 2, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, TREE, ANY>(&p) }
+    unsafe { decode::<Lossless, 2, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, TREE, ANY>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, TREE, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, TREE, ANY>(&p) }
 }
 
 /// [`decode_tree`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_tree_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, TREE, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, TREE, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 8 rows, each of a sequence of its own.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, 2, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Plain, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// The forward pass of 2 to 16 rows, each of a sequence of its own.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, 2, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Plain, 2, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Lossless, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Lossless, 2, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of layers in FP8.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_fp8(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Quantized<Fp8>, 2, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of layers in int4.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_int4(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<1>>, 2, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_8_sequences`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_8_sequences_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 1, SEQUENCES, ANY>(&p) }
 }
 
 /// [`decode_16_sequences`], of layers in int4 with scales in f16.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn decode_16_sequences_int4_f16(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, 1, SEQUENCES, ANY>(&p) }
+    unsafe { decode::<Quantized<Int4<2>>, 2, SEQUENCES, ANY>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

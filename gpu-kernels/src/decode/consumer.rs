@@ -66,13 +66,10 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
         unsafe { Units::last() + 1 - self.count }
     }
 
-    /// All layers and the head. Activations come to registers `GROUP` turns at a time: while those of one group are in
-    /// use, those of the next are under way. `ONE` row is exchanged with other blocks as [words with a sequence
+    /// All layers and the head. `ONE` row is exchanged with other blocks as [words with a sequence
     /// flag](crate::exchange), others through memory with grid barriers.
     #[inline(always)]
-    pub unsafe fn run<F: WeightFormat, const TILES: usize, const GROUP: usize, const ONE: bool, const WIDTH: u8>(
-        &mut self,
-    ) {
+    pub unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const WIDTH: u8>(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
             self.mark(Mark::Begin);
@@ -90,9 +87,9 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                 match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
                     (true, false) => F::Products::of_one(self, part, first),
                     (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part, first),
-                    (false, false) => F::Products::of_some::<ROWS, TILES, GROUP>(self, part, old),
+                    (false, false) => F::Products::of_some::<ROWS, TILES>(self, part, old),
                     (false, true) => {
-                        <F::Head as WeightFormat>::Products::of_some::<ROWS, TILES, GROUP>(self, part, old);
+                        <F::Head as WeightFormat>::Products::of_some::<ROWS, TILES>(self, part, old);
                     }
                 }
                 self.mark(match self.p.matrix(thread::opaque(index)) {
@@ -286,7 +283,7 @@ pub trait Products<F: WeightFormat> {
     unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend));
 
     /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
-    unsafe fn of_some<const ROWS: u8, const TILES: usize, const GROUP: usize>(
+    unsafe fn of_some<const ROWS: u8, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS>,
         part: Part,
         old: [Addend; 2],
@@ -304,13 +301,13 @@ impl<F: FragmentFormat> Products<F> for OfFragments {
     }
 
     #[inline(always)]
-    unsafe fn of_some<const ROWS: u8, const TILES: usize, const GROUP: usize>(
+    unsafe fn of_some<const ROWS: u8, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS>,
         part: Part,
         old: [Addend; 2],
     ) {
         // SAFETY: the caller's word.
-        unsafe { consumer.gemm::<F, TILES, GROUP>(part, old) }
+        unsafe { consumer.gemm::<F, TILES>(part, old) }
     }
 }
 

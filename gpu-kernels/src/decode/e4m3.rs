@@ -22,7 +22,7 @@ pub unsafe fn decode_16_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<E4m3, 2, 1, CHAIN, ANY>(&p);
+        decode::<E4m3, 2, CHAIN, ANY>(&p);
     }
 }
 
@@ -32,7 +32,7 @@ pub unsafe fn decode_tree_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<E4m3, 2, 1, TREE, ANY>(&p);
+        decode::<E4m3, 2, TREE, ANY>(&p);
     }
 }
 
@@ -42,6 +42,6 @@ pub unsafe fn decode_16_sequences_e4m3(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<E4m3, 2, 1, SEQUENCES, ANY>(&p);
+        decode::<E4m3, 2, SEQUENCES, ANY>(&p);
     }
 }

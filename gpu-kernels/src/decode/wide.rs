@@ -51,7 +51,7 @@ pub unsafe fn decode_16_wide(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<Plain, 2, 2, CHAIN, WIDE>(&p);
+        decode::<Plain, 2, CHAIN, WIDE>(&p);
     }
 }
 
@@ -61,7 +61,7 @@ pub unsafe fn decode_16_wide_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<Lossless, 2, 1, CHAIN, WIDE>(&p);
+        decode::<Lossless, 2, CHAIN, WIDE>(&p);
     }
 }
 

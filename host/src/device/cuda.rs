@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use cust::context::{Context, CurrentContext};
+use cust::context::{Context, CurrentContext, ResourceLimit};
 use cust::device::{Device as CudaDevice, DeviceAttribute};
 use cust::error::CudaError;
 use cust::stream::{Stream, StreamFlags};
@@ -64,6 +64,10 @@ unsafe extern "C" {
         config: *const LaunchConfig,
     ) -> sys::CUresult;
 }
+
+/// Of a thread's stack. No kernel of which there is machine code takes more; for another that does, the driver makes
+/// stacks larger.
+pub const STACK_BYTES: usize = 128;
 
 /// A queue of a card: what it runs, it runs in order, beside what other queues run.
 pub(super) struct Cuda {
@@ -210,6 +214,9 @@ impl Cuda {
         let hardware = hardware(device, capability(device)?)?;
         let capabilities = Capabilities::of(&name, &hardware, options)?;
         let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
+        // The driver keeps a stack for each thread that an SM has room for: with its default, 260 MiB of an H200.
+        CurrentContext::set_resource_limit(ResourceLimit::StackSize, STACK_BYTES)
+            .map_err(Error::driver("sizing stacks"))?;
         let kernels = Mutex::new(Kernels::load(capabilities.level, options)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
         let clusters = Mutex::default();

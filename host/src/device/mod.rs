@@ -25,7 +25,7 @@ use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use calls::Calls;
 pub use capabilities::Capabilities;
-pub use cuda::{CardInfo, cards};
+pub use cuda::{CardInfo, STACK_BYTES, cards};
 pub use images::{IMAGES, Image, MAIN};
 pub use level::Level;
 pub use options::{DeviceOptions, KernelFile};

@@ -42,7 +42,7 @@ impl Products<E4m3> for OfCodes {
     }
 
     #[inline(always)]
-    unsafe fn of_some<const ROWS: u8, const TILES: usize, const GROUP: usize>(
+    unsafe fn of_some<const ROWS: u8, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS>,
         part: Part,
         old: [Addend; 2],

@@ -20,11 +20,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
     /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
     /// of them are added to.
     #[inline(always)]
-    pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize, const GROUP: usize>(
-        &mut self,
-        mut part: Part,
-        mut old: [Addend; 2],
-    ) {
+    pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.
         unsafe {
             let matrix = part.matrix;
@@ -44,18 +40,16 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
                 first_of_row[T] = (duty.first_row() + 8 * T as u32 + g).min(count - 1) * k;
             });
-            // This warp's slices of its rows in a group of turns. Beyond the end of a row the weights are zero, and any
-            // of its elements will do: there is no condition on a load.
+            // This warp's slices of its rows in a turn. They come a turn ahead: with more under way each takes longer.
+            // Beyond the end of a row weights are zero, and any of its elements will do: no load has a condition.
             let fetch = |turn: u32| {
-                let mut b: [[Columns; TILES]; GROUP] = [[[[[0; 4]; 2]; 2]; TILES]; GROUP];
-                unroll!(A < GROUP of 4; {
-                    unroll!(C < 2; {
-                        let feature = (turn + A as u32) * CHUNK_FEATURES + C as u32 * (K_PARTIALS * SLICE) + first_feature;
-                        let feature = if feature < k { feature } else { t * 8 };
-                        unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
-                            let x = x.at((first_of_row[T] + feature) as usize);
-                            b[A][T][C] = [x.load16(0), x.load16(32)];
-                        });
+                let mut b: [Columns; TILES] = [[[[0; 4]; 2]; 2]; TILES];
+                unroll!(C < 2; {
+                    let feature = turn * CHUNK_FEATURES + C as u32 * (K_PARTIALS * SLICE) + first_feature;
+                    let feature = if feature < k { feature } else { t * 8 };
+                    unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                        let x = x.at((first_of_row[T] + feature) as usize);
+                        b[T][C] = [x.load16(0), x.load16(32)];
                     });
                 });
                 b
@@ -81,7 +75,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                         if normed && turn == 1 {
                             self.put_factors(norm, squares, lane, warp_id);
                         }
-                        core::mem::replace(&mut b, next)[0]
+                        core::mem::replace(&mut b, next)
                     };
                     turn = part.depth;
                     duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut ready);
@@ -90,20 +84,13 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     }
                 }
                 while turn < part.depth {
-                    // A warp counts its loads under way; it cannot wait for the older ones alone. So they come in
-                    // groups.
-                    let next = fetch(turn + GROUP as u32);
-                    unroll!(A < GROUP of 4; {
-                        let turn = turn + A as u32;
-                        if turn < part.depth {
-                            duty.turn(self.p, &mut acc, (&mut ring, &part), &b[A]);
-                        }
-                    });
+                    let next = fetch(turn + 1);
+                    duty.turn(self.p, &mut acc, (&mut ring, &part), &b);
                     if normed && turn == 0 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }
                     b = next;
-                    turn += GROUP as u32;
+                    turn += 1;
                 }
                 self.epilogue::<F, TILES>(&acc, &part, scale, old);
                 if part.end == n_tiles {
