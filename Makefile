@@ -21,11 +21,12 @@ demo: ptx-toolchain
 	@$(CARGO) build --release --package warpdraft $(DEMO_BUILD)
 	@target/release/warpdraft generate --model demo --echo --max-tokens 86 --temperature 0 --file model/demo/prompt.txt
 
-# All tests, formatting, lints and the crates' documentation.
+# All tests, formatting, lints and the crates' documentation. What is quick and often fails comes first.
 test: ptx-toolchain $(PTXAS)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
 	$(CARGO) build --release --workspace --all-targets
+	$(CARGO) test --release --workspace --test docs --test manifests --test ptx
 	target/release/examples/gemm check-emulated
 	target/release/examples/batch small
 	target/release/examples/generate_text
