@@ -66,6 +66,7 @@ macro_rules! field {
 mod alone;
 mod attention;
 mod factors;
+mod kernels;
 mod main_loop;
 mod outputs;
 mod peer;
@@ -75,13 +76,14 @@ mod producer;
 mod tile_scheduler;
 
 pub use alone::attend_batch;
+pub use kernels::*;
 pub use phases::{Phase, PhaseKind, Share};
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster;
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, thread, warp, wgmma};
 
 use crate::attention::Attend;
 use crate::embedding::embed_elements;
@@ -90,7 +92,7 @@ use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
 use crate::stream::{SLICE_BYTES, TOGETHER};
 use crate::waiting;
-use crate::weights::{BatchedFormat, Fp8, Int4, Lossless, Plain, Quantized};
+use crate::weights::{BatchedFormat, Lossless};
 use crate::workspace::Workspace;
 
 /// Most rows of a step.
@@ -551,74 +553,4 @@ unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
             item += thread::grid_dim_x();
         }
     }
-}
-
-/// The phases of a step of up to 64 rows.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_64(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Plain, 64, 8>(&p) }
-}
-
-/// [`batched_64`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_64_lossless(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Lossless, 64, 8>(&p) }
-}
-
-/// [`batched_64`], of codes in FP8.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_64_fp8(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Quantized<Fp8>, 64, 8>(&p) }
-}
-
-/// [`batched_64`], of codes in int4.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_64_int4(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Quantized<Int4<1>>, 64, 8>(&p) }
-}
-
-/// [`batched_64_int4`] with scales of two parts.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_64_int4_f16(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Quantized<Int4<2>>, 64, 8>(&p) }
-}
-
-/// The phases of a step of up to 192 rows.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_96(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Plain, 96, 12>(&p) }
-}
-
-/// The phases of a step of up to [`MAX_BATCHED_ROWS`] rows.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_128(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Plain, 128, 16>(&p) }
-}
-
-/// [`batched_128`], of codes in FP8.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_128_fp8(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Quantized<Fp8>, 128, 16>(&p) }
-}
-
-/// [`batched_128`], of codes in int4.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_128_int4(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Quantized<Int4<1>>, 128, 16>(&p) }
-}
-
-/// [`batched_128_int4`] with scales of two parts.
-#[kernel(threads = THREADS, min_blocks = 1, cluster = CLUSTER)]
-pub unsafe fn batched_128_int4_f16(p: BatchedStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { batched::<Quantized<Int4<2>>, 128, 16>(&p) }
 }

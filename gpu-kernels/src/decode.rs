@@ -33,6 +33,7 @@ mod consumer;
 mod e4m3;
 mod exchange;
 mod heads;
+mod kernels;
 mod producer;
 mod sequences;
 mod tree;
@@ -44,7 +45,7 @@ use cuda_std::tensor;
 use cuda_std::tensor::TensorMap;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use cuda_std::wgmma;
-use cuda_std::{Global, GlobalMut, bf16, bulk, kernel, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, shared, thread, warp};
 
 use crate::attention::Attend;
 use crate::eagle::{EagleStep, Taps};
@@ -54,7 +55,7 @@ use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, N_TILES, SLICE_BYTES, SLICES, Walk};
-use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized, WeightFormat};
+use crate::weights::{Lossless, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -62,6 +63,7 @@ pub(crate) use consumer::OfCodes;
 pub(crate) use consumer::{OfFragments, Products};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
+pub use kernels::*;
 use producer::{Units, produce};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use wide::{decode_16_wide, decode_16_wide_lossless};
@@ -425,217 +427,6 @@ fn take_registers() {
 fn give_registers() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     wgmma::give_registers::<24>();
-}
-
-/// The forward pass of one row. It has a kernel of its own, so that what several rows need takes none of its registers;
-/// those for several rows leave a step of one to it.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_1(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode_one::<Plain>(&p) }
-}
-
-/// [`decode_1`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_1_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode_one::<Lossless>(&p) }
-}
-
-/// [`decode_1`], of layers in FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_1_fp8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode_one::<Quantized<Fp8>>(&p) }
-}
-
-/// [`decode_1`], of layers in int4.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_1_int4(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode_one::<Quantized<Int4<1>>>(&p) }
-}
-
-/// [`decode_1_int4`], with scales in f16.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_1_int4_f16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode_one::<Quantized<Int4<2>>>(&p) }
-}
-
-/// The forward pass of 2 to 8 rows.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, CHAIN, ANY>(&p) }
-}
-
-/// The forward pass of 2 to 16 rows.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, CHAIN, NARROW>(&p) }
-}
-
-/// [`decode_8`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, CHAIN, ANY>(&p) }
-}
-
-/// [`decode_16`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, CHAIN, NARROW>(&p) }
-}
-
-/// [`decode_8`], of layers in FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_fp8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, CHAIN, ANY>(&p) }
-}
-
-/// [`decode_16`], of layers in FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_fp8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, CHAIN, ANY>(&p) }
-}
-
-/// [`decode_8`], of layers in int4.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_int4(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, CHAIN, ANY>(&p) }
-}
-
-/// [`decode_16`], of layers in int4.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_int4(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, CHAIN, ANY>(&p) }
-}
-
-/// [`decode_8_int4`], with scales in f16.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_int4_f16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, CHAIN, ANY>(&p) }
-}
-
-/// [`decode_16_int4`], with scales in f16.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_int4_f16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, CHAIN, ANY>(&p) }
-}
-
-/// The forward pass of 2 to 16 rows that may be a tree.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, TREE, ANY>(&p) }
-}
-
-/// [`decode_tree`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, TREE, ANY>(&p) }
-}
-
-/// [`decode_tree`], of layers in FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_fp8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, TREE, ANY>(&p) }
-}
-
-/// [`decode_tree`], of layers in int4.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_int4(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, TREE, ANY>(&p) }
-}
-
-/// [`decode_tree`], of layers in int4 with scales in f16.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_int4_f16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, TREE, ANY>(&p) }
-}
-
-/// The forward pass of 2 to 8 rows, each of a sequence of its own.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_sequences(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 1, SEQUENCES, ANY>(&p) }
-}
-
-/// The forward pass of 2 to 16 rows, each of a sequence of its own.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_sequences(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Plain, 2, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_8_sequences`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_sequences_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 1, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_16_sequences`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_sequences_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Lossless, 2, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_8_sequences`], of layers in FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_sequences_fp8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 1, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_16_sequences`], of layers in FP8.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_sequences_fp8(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Fp8>, 2, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_8_sequences`], of layers in int4.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_sequences_int4(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 1, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_16_sequences`], of layers in int4.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_sequences_int4(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<1>>, 2, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_8_sequences`], of layers in int4 with scales in f16.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_8_sequences_int4_f16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 1, SEQUENCES, ANY>(&p) }
-}
-
-/// [`decode_16_sequences`], of layers in int4 with scales in f16.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_sequences_int4_f16(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe { decode::<Quantized<Int4<2>>, 2, SEQUENCES, ANY>(&p) }
 }
 
 // What a block of an H100 may have, and that a wave's partial sums fit.

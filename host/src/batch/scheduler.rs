@@ -23,12 +23,14 @@
 //! later starts while the first in line waits for pages; with nothing running, the first in line fits; and whoever
 //! waits for others waits until then at most.
 
+mod admission;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use super::limits::{Costs, Counts, Limits};
-use super::pages::{Content, NOTHING, Pages, Place, PrefixMatch, Put};
-use super::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Slot, Started, SwapIn, SwapOut, TableEntry, Work};
+use super::pages::{Content, NOTHING, Pages, Put};
+use super::plan::{HostPage, Page, Plan, SequenceId, Slot, SwapOut, TableEntry, Work};
 
 /// What a sequence's rows of a step brought.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -324,170 +326,6 @@ impl Scheduler {
         }
     }
 
-    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better
-    /// wait for more of them: then how many sequences that are. They wait until the tokens that they miss by it are
-    /// worth a pass of their own, as one rents skis until the rent has come to their price. One that has saved pages
-    /// has little to run, and does not wait.
-    fn better_together(&self) -> Option<usize> {
-        let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
-        if prompt_rows == 0 || self.waiting.values().next().is_some_and(|first| !first.saved.is_empty()) {
-            return None;
-        }
-        let reading = self.running.values().map(|sequence| sequence.known.left()).filter(|&left| left > 1);
-        let (mut rows, mut count) = reading.fold((0, 0), |(rows, count), left| (rows + left, count + 1));
-        let generating = self.running.len() - count;
-        let enough =
-            |rows, count| rows >= prompt_rows as usize || (self.missed + count) * prompt_share as usize >= generating;
-        if count > 0 && enough(rows, count) {
-            return None;
-        }
-        let mut room = self.pages.available().saturating_sub(self.running.len());
-        // Shared pages that nobody uses now are taken by the first of those who share them.
-        let mut idle = BTreeSet::new();
-        let mut whole = 0;
-        for (more, Waiting { known, .. }) in (1..).zip(self.waiting.values().take(self.slots.len())) {
-            whole += self.whole(known);
-            if !self.may_start(more, whole) {
-                break;
-            }
-            let found = self.pages.find(known.without_newest(), known.prompt);
-            let taken = self.takes(known, &found, |page| self.pages.users(page) > 0 || !idle.insert(page));
-            if taken > room {
-                break;
-            }
-            // And a page for each that runs.
-            room = room.saturating_sub(taken + 1);
-            rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
-            count += 1;
-            if enough(rows, count) {
-                return None;
-            }
-        }
-        (count > 0).then_some(count)
-    }
-
-    /// Takes up waiting sequences, the first in line first.
-    fn start(&mut self, plan: &mut Plan, step: &mut Step) {
-        let mut passed = Bound::Unbounded;
-        while step.reads() && !self.slots.is_empty() {
-            let Some((&id, waiting)) = self.waiting.range((passed, Bound::Unbounded)).next() else { break };
-            passed = Bound::Excluded(id);
-            if self.better_later(waiting) {
-                continue;
-            }
-            if !self.may_start(1, self.whole(&waiting.known)) || !self.take_up(id, plan, step) {
-                break;
-            }
-            if let Some(sequence) = self.running.get(&id) {
-                step.read(id, sequence);
-            }
-        }
-    }
-
-    /// Whether so many `more` sequences, with so many pages at their greatest length, may start. Who is read in ahead
-    /// of its turn to generate may not take a page that others will come to need.
-    fn may_start(&self, more: usize, pages: usize) -> bool {
-        let to_come = || self.running.values().map(|sequence| self.whole(&sequence.known) - sequence.pages.len());
-        let is_ahead = self.running.len() + more > self.limits.generating as usize;
-        !is_ahead || to_come().sum::<usize>() + pages <= self.pages.available()
-    }
-
-    /// Pages that a sequence has at its greatest length.
-    fn whole(&self, known: &Known) -> usize {
-        known.max_length.div_ceil(self.limits.page_tokens)
-    }
-
-    /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.
-    fn better_later(&self, waiting: &Waiting) -> bool {
-        let (tokens, prompt) = (waiting.known.without_newest(), waiting.known.prompt);
-        let size = self.limits.page_tokens;
-        let mut now = None;
-        self.running.values().filter(|other| other.known.left() > 1).any(|other| {
-            let mut same = other.known.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-            if other.known.prompt != prompt {
-                same = same.min(prompt).min(other.known.prompt);
-            }
-            let (same, saved) = (same / size, waiting.known.computed / size);
-            same > saved && same > *now.get_or_insert_with(|| self.pages.find(tokens, prompt).pages.len())
-        })
-    }
-
-    /// How many of the available pages a waiting sequence takes for all its tokens: all but those that it finds in use.
-    fn takes(&self, known: &Known, found: &PrefixMatch, mut is_used: impl FnMut(Page) -> bool) -> usize {
-        let used = found.on_device().filter(|page| is_used(*page)).count();
-        known.tokens.len().div_ceil(self.limits.page_tokens) - used
-    }
-
-    /// Gives a waiting sequence a slot and pages for all its tokens. False if there are not enough.
-    fn take_up(&mut self, id: SequenceId, plan: &mut Plan, step: &mut Step) -> bool {
-        let Some(waiting) = self.waiting.get(&id) else { return false };
-        let size = self.limits.page_tokens;
-        let found = self.pages.find(waiting.known.without_newest(), waiting.known.prompt);
-        let total = waiting.known.tokens.len().div_ceil(size);
-        let shared = found.pages.len();
-        let there: Vec<Page> = found.on_device().collect();
-        let (available, taken) =
-            (self.pages.available(), self.takes(&waiting.known, &found, |page| self.pages.users(page) > 0));
-        if taken + self.running.len() > available {
-            return false;
-        }
-        // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a
-        // part of a page.
-        let partial = found.partial.filter(|(page, same)| {
-            let pinned = (self.pages.users(*page) == 0) as usize;
-            let better = shared * size + same > waiting.known.computed;
-            better && taken + pinned <= available && plan.swap_in.iter().all(|swap| swap.to != *page)
-        });
-        let slot = self.slots.pop_first().expect("who starts has a slot");
-        let Waiting { mut known, saved } = self.waiting.remove(&id).expect("found above");
-        let before = known.computed;
-        // All that is shared first, so that it is not given up for what is taken.
-        for &page in &there {
-            self.pages.share(page);
-        }
-        if let Some((page, _)) = partial {
-            self.pages.pin(page);
-            step.sources.push(page);
-        }
-        let on_host: Vec<Option<HostPage>> = found.pages.iter().map(|(place, _)| self.pages.read(place)).collect();
-        let contents = found.pages.iter().map(|(_, content)| *content).collect();
-        let mut pages = Vec::with_capacity(total);
-        for ((place, content), from) in found.pages.into_iter().zip(on_host) {
-            match (place, from) {
-                (Place::Device(page), _) => pages.push(page),
-                (Place::Host(key), from) => {
-                    let from = from.expect("nothing has left the tier since it was found");
-                    let to = self.pages.take().expect("counted above");
-                    plan.swap_in.push(SwapIn { from, to });
-                    self.pages.restore(to, key, content);
-                    self.counts.restored_tokens += size as u64;
-                    pages.push(to);
-                }
-            }
-        }
-        known.computed = known.computed.max(shared * size);
-        while pages.len() < total {
-            let page = self.pages.take().expect("counted above");
-            match partial {
-                Some((from, same)) if pages.len() == shared => {
-                    plan.copies.push(PageCopy { from, to: page });
-                    known.computed = shared * size + same;
-                }
-                _ => {
-                    plan.swap_in.extend(saved.get(pages.len()).map(|&from| SwapIn { from, to: page }));
-                }
-            }
-            pages.push(page);
-        }
-        self.counts.shared_tokens += (known.computed - before) as u64;
-        self.pages.tier.release(saved);
-        plan.started.push(Started { slot, sequence: id });
-        let entry = |(index, &page): (usize, &Page)| TableEntry { slot, index: index as u32, page };
-        plan.tables.extend(pages.iter().enumerate().map(entry));
-        self.running.insert(id, Placed { known, slot, pages, contents });
-        true
-    }
-
     /// Lets decoding sequences draft, if the step has rows to spare.
     fn draft(&mut self, plan: &mut Plan, step: &mut Step) {
         let decoding = step.work.iter().filter(|(_, work)| work.samples && work.rows == 1).count() as u32;
@@ -633,13 +471,6 @@ impl Scheduler {
         } else if let Some(waiting) = self.waiting.remove(&id) {
             self.pages.tier.release(waiting.saved);
         }
-    }
-}
-
-impl Known {
-    /// What may come from elsewhere: the newest token must run in any case, for the choice after it.
-    fn without_newest(&self) -> &[u32] {
-        &self.tokens[..self.tokens.len() - 1]
     }
 }
 
