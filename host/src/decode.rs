@@ -9,6 +9,7 @@ use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
+use model::format::Code;
 use model::plan::Matrix;
 
 use crate::Error;
@@ -16,7 +17,7 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::StepInputs;
 use crate::forward::RowsOf;
-use crate::quantized::{Coding, by_code};
+use crate::quantized::Coding;
 use crate::weights::{Compact, DeviceWeights};
 
 /// What a step in one launch reads and writes beside what all passes do.
@@ -39,6 +40,7 @@ pub struct Decode {
 }
 
 /// Which kernel runs a step's rows.
+#[derive(Clone, Copy)]
 enum Rows {
     /// One.
     One,
@@ -48,12 +50,12 @@ enum Rows {
     Many,
     /// Those that may be a tree.
     Tree,
-    /// More than 8, where the context is long.
-    ManyWide,
     /// At most 8, each of a sequence of its own.
     FewSequences,
     /// More of these.
     Sequences,
+    /// More than 8 that follow each other, where the context is long.
+    ManyWide,
 }
 
 /// The weights that a step reads.
@@ -200,72 +202,79 @@ impl Decode {
             has_wide: self.has_wide.into(),
             ..step
         };
+        let several = match most {
+            (0 | 1, _) => None,
+            (2..=8, RowsOf::Sequences) => Some(Rows::FewSequences),
+            (_, RowsOf::Sequences) => Some(Rows::Sequences),
+            _ if !step.work.rows.paths.is_null() => Some(Rows::Tree),
+            (2..=8, _) => Some(Rows::Few),
+            _ => Some(Rows::Many),
+        };
+        // How many rows of one sequence there are, the device alone knows, and how long their context is: of these
+        // kernels one finds something to do.
+        let wide = (self.has_wide && matches!(several, Some(Rows::Many))).then_some(Rows::ManyWide);
+        let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
+        for rows in [one, several, wide].into_iter().flatten() {
+            // SAFETY: the caller's word.
+            unsafe { self.launch(device, rows, step)? };
+        }
+        Ok(())
+    }
+
+    /// Enqueues the kernel for such rows.
+    ///
+    /// # Safety
+    /// As for [`enqueue`](Self::enqueue), with all that is in `step`.
+    unsafe fn launch(&self, device: &Device, rows: Rows, step: DecodeStep) -> Result<(), Error> {
+        use decode::*;
+        macro_rules! launch {
+            ($kernel:ty) => {
+                device.launch_cooperative::<$kernel>(self.grid, SHARED_BYTES, step)
+            };
+        }
+        // A format's kernels, in the order of `Rows`.
+        macro_rules! of_format {
+            ($one:ty, $few:ty, $many:ty, $tree:ty, $few_sequences:ty, $sequences:ty) => {
+                match rows {
+                    Rows::One => launch!($one),
+                    Rows::Few => launch!($few),
+                    Rows::Many => launch!($many),
+                    Rows::Tree => launch!($tree),
+                    Rows::FewSequences => launch!($few_sequences),
+                    Rows::Sequences => launch!($sequences),
+                    Rows::ManyWide => unreachable!("a format without such a kernel"),
+                }
+            };
+        }
         // SAFETY: the caller's word.
         unsafe {
-            let (grid, shared) = (self.grid, decode::SHARED_BYTES);
-            macro_rules! launch {
-                ($kernel:ty) => {
-                    device.launch_cooperative::<$kernel>(grid, shared, step)
-                };
+            match (&self.weights, rows) {
+                (StepWeights::Plain, Rows::ManyWide) => launch!(decode_16_wide),
+                (StepWeights::Lossless(..), Rows::ManyWide) => launch!(decode_16_wide_lossless),
+                (StepWeights::Plain, _) => of_format! {
+                    decode_1, decode_8, decode_16, decode_tree, decode_8_sequences, decode_16_sequences
+                },
+                (StepWeights::Lossless(..), _) => of_format! {
+                    decode_1_lossless, decode_8_lossless, decode_16_lossless, decode_tree_lossless,
+                    decode_8_sequences_lossless, decode_16_sequences_lossless
+                },
+                (StepWeights::E4m3(..), _) => of_format! {
+                    decode_1_e4m3, decode_16_e4m3, decode_16_e4m3, decode_tree_e4m3,
+                    decode_16_sequences_e4m3, decode_16_sequences_e4m3
+                },
+                (StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..), _) => of_format! {
+                    decode_1_fp8, decode_8_fp8, decode_16_fp8, decode_tree_fp8,
+                    decode_8_sequences_fp8, decode_16_sequences_fp8
+                },
+                (StepWeights::Quantized(Coding { is_fine: false, .. }, ..), _) => of_format! {
+                    decode_1_int4, decode_8_int4, decode_16_int4, decode_tree_int4,
+                    decode_8_sequences_int4, decode_16_sequences_int4
+                },
+                (StepWeights::Quantized(Coding { is_fine: true, .. }, ..), _) => of_format! {
+                    decode_1_int4_f16, decode_8_int4_f16, decode_16_int4_f16, decode_tree_int4_f16,
+                    decode_8_sequences_int4_f16, decode_16_sequences_int4_f16
+                },
             }
-            let several = match most {
-                (0 | 1, _) => None,
-                (2..=8, RowsOf::Sequences) => Some(Rows::FewSequences),
-                (_, RowsOf::Sequences) => Some(Rows::Sequences),
-                _ if !step.work.rows.paths.is_null() => Some(Rows::Tree),
-                (2..=8, _) => Some(Rows::Few),
-                _ => Some(Rows::Many),
-            };
-            // How many rows of one sequence there are, the device alone knows, and how long their context is: of
-            // these kernels one finds something to do.
-            let wide = (self.has_wide && matches!(several, Some(Rows::Many))).then_some(Rows::ManyWide);
-            let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
-            for rows in [one, several, wide].into_iter().flatten() {
-                match (&self.weights, rows) {
-                    (StepWeights::Plain, Rows::One) => launch!(decode::decode_1),
-                    (StepWeights::Plain, Rows::Few) => launch!(decode::decode_8),
-                    (StepWeights::Plain, Rows::Many) => launch!(decode::decode_16),
-                    (StepWeights::Plain, Rows::Tree) => launch!(decode::decode_tree),
-                    (StepWeights::Plain, Rows::ManyWide) => launch!(decode::decode_16_wide),
-                    (StepWeights::Lossless(..), Rows::ManyWide) => launch!(decode::decode_16_wide_lossless),
-                    (_, Rows::ManyWide) => unreachable!("formats without such kernels"),
-                    (StepWeights::Plain, Rows::FewSequences) => launch!(decode::decode_8_sequences),
-                    (StepWeights::Plain, Rows::Sequences) => launch!(decode::decode_16_sequences),
-                    (StepWeights::Lossless(..), Rows::One) => launch!(decode::decode_1_lossless),
-                    (StepWeights::Lossless(..), Rows::Few) => launch!(decode::decode_8_lossless),
-                    (StepWeights::Lossless(..), Rows::Many) => launch!(decode::decode_16_lossless),
-                    (StepWeights::Lossless(..), Rows::Tree) => launch!(decode::decode_tree_lossless),
-                    (StepWeights::Lossless(..), Rows::FewSequences) => launch!(decode::decode_8_sequences_lossless),
-                    (StepWeights::Lossless(..), Rows::Sequences) => launch!(decode::decode_16_sequences_lossless),
-                    (StepWeights::E4m3(..), Rows::One) => launch!(decode::decode_1_e4m3),
-                    (StepWeights::E4m3(..), Rows::Few | Rows::Many) => launch!(decode::decode_16_e4m3),
-                    (StepWeights::E4m3(..), Rows::Tree) => launch!(decode::decode_tree_e4m3),
-                    (StepWeights::E4m3(..), Rows::FewSequences | Rows::Sequences) => {
-                        launch!(decode::decode_16_sequences_e4m3)
-                    }
-                    (StepWeights::Quantized(coding, ..), Rows::One) => {
-                        by_code!(coding, K in decode: decode_1_fp8, decode_1_int4, decode_1_int4_f16 => launch!(K))
-                    }
-                    (StepWeights::Quantized(coding, ..), Rows::Few) => {
-                        by_code!(coding, K in decode: decode_8_fp8, decode_8_int4, decode_8_int4_f16 => launch!(K))
-                    }
-                    (StepWeights::Quantized(coding, ..), Rows::Many) => {
-                        by_code!(coding, K in decode: decode_16_fp8, decode_16_int4, decode_16_int4_f16 => launch!(K))
-                    }
-                    (StepWeights::Quantized(coding, ..), Rows::FewSequences) => by_code!(
-                        coding, K in decode: decode_8_sequences_fp8, decode_8_sequences_int4,
-                        decode_8_sequences_int4_f16 => launch!(K)
-                    ),
-                    (StepWeights::Quantized(coding, ..), Rows::Sequences) => by_code!(
-                        coding, K in decode: decode_16_sequences_fp8, decode_16_sequences_int4,
-                        decode_16_sequences_int4_f16 => launch!(K)
-                    ),
-                    (StepWeights::Quantized(coding, ..), Rows::Tree) => by_code!(
-                        coding, K in decode: decode_tree_fp8, decode_tree_int4, decode_tree_int4_f16 => launch!(K)
-                    ),
-                }?;
-            }
-            Ok(())
         }
     }
 }

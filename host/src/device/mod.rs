@@ -98,7 +98,8 @@ impl Entry {
 }
 
 impl Device {
-    /// Opens CUDA card `ordinal` and loads the kernels for its level.
+    /// Opens CUDA card `ordinal` and loads the kernels for its level. The card's primary context, which other CUDA code
+    /// of the process may share, gets a limit of [`STACK_BYTES`] for a thread's stack.
     ///
     /// # Errors
     /// No driver, no such card, or a card older than compute capability 8.0.
