@@ -31,6 +31,8 @@
 extern crate alloc;
 
 #[macro_use]
+mod entry_points;
+#[macro_use]
 mod unroll;
 
 pub mod attention;

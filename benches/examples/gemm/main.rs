@@ -488,11 +488,8 @@ fn serve(device: &Device) -> Result<()> {
             }
             _ => return Err(format!("{line}: gemm, attention, prefill or prefill_fp8").into()),
         };
-        let (tokens, rows) = match name.as_str() {
-            "prefill" | "prefill_fp8" if words.len() > 3 => (number(1)?, number(3)?.max(1)),
-            "prefill" | "prefill_fp8" => (number(1)?, LONGEST_PROMPT),
-            _ => (0, 0),
-        };
+        let tokens = if name.starts_with("prefill") { number(1)? } else { 0 };
+        let rows = if tokens > 0 && words.len() > 3 { number(3)?.max(1) } else { LONGEST_PROMPT };
         let job = jobs.get_mut(&name).ok_or("made above")?;
         let mut run = |i: usize| match job {
             Job::GemmCase(product) => product.enqueue(device, cut, i % product.weights.matrices().len()),

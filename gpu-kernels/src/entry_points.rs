@@ -1,0 +1,13 @@
+//! Kernels that differ in what they run alone.
+
+/// Kernels of one parameter block, each with its documentation, its name, and the function that it runs.
+macro_rules! entry_points {
+    ($launch:tt of $params:ty: $($(#[$doc:meta])* $name:ident: $run:path;)*) => { $(
+        $(#[$doc])*
+        #[cuda_std::kernel $launch]
+        pub unsafe fn $name(p: $params) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
+            unsafe { $run(&p) }
+        }
+    )* };
+}
