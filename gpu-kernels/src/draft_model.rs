@@ -18,8 +18,7 @@
 //! draft, so the cache then holds keys and values of all drafts but the last. Those that were accepted stay: the next
 //! plan counts how many drafts the history agrees with, and begins behind them. Those that were not are overwritten.
 //! After a chain whose every draft was accepted the cache lacks two tokens, otherwise one; after steps without a chain,
-//! as many as they brought.
-//!
+//! as many as they brought. What the host has read as a prompt is, it tells ([`PlanDraft::read`]).
 //!
 //! # A head instead of a model
 //! An [EAGLE-3 head](crate::eagle) goes through the same two kernels. Its row `i` is of the tokens `i` and `i + 1`, so
@@ -29,7 +28,8 @@
 //! # Whether to draft, and from where
 //! [`Economy::choose`]: the source for which [`drafting`] expects most. A chain is not worth its passes where
 //! drafts are hopeless, but then nothing would be learnt. So the cache follows the text at a distance of some
-//! [`Economy::due`] tokens, and the pass with which it catches up proposes one token, whose trial costs nothing.
+//! [`Economy::due`] tokens, and the pass with which it catches up proposes one token. The host chooses the distance:
+//! longer, each time that the token was wrong.
 
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
@@ -143,7 +143,7 @@ pub struct DraftWords;
 
 impl DraftWords {
     /// Words.
-    pub const COUNT: usize = Self::BEHIND + 1;
+    pub const COUNT: usize = Self::AGREED + 1;
     /// Word: tokens of the history when the last proposal was made.
     pub const LENGTH: usize = 0;
     /// Word: those of them, from the first on, whose keys and values are in the draft model's cache.
@@ -166,6 +166,8 @@ impl DraftWords {
     pub const GUESS: usize = Self::CHAIN + MAX_DECODE_ROWS as usize;
     /// Word: tokens of the history that the draft model's cache still lacks after the first pass.
     pub const BEHIND: usize = Self::GUESS + MAX_DECODE_ROWS as usize;
+    /// Word: tokens of the chain before the last that the text agreed with.
+    pub const AGREED: usize = Self::BEHIND + 1;
 
     /// As they are when a prompt of so many tokens was read by both models.
     pub fn after_prompt(length: u32) -> [u32; Self::COUNT] {
@@ -216,6 +218,9 @@ pub struct PlanDraft {
     pub counters: Counters,
     /// The history may not grow beyond this.
     pub max_length: u32,
+    /// Tokens of the history, from the first on, that were read as a prompt is: whatever `words` says, their keys and
+    /// values are in the cache.
+    pub read: u32,
     /// How much further in the history a row's token lies than its position: 0 of a model, 1 of a head, whose cache
     /// keeps no drafts.
     pub shift: u32,
@@ -267,6 +272,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         }
         // Of a chain, all drafts but the last were run.
         let valid = if chained > 0 && p.shift == 0 { before + agreed.min(chained - 1) } else { cached };
+        let valid = valid.max(p.read);
         let left = p.max_length.saturating_sub(length + 1);
         let lag = length.saturating_sub(valid + p.shift);
         let mut choice = Choice::default();
@@ -306,6 +312,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
             p.words.store(DraftWords::CONFIDENCE, confidence);
             p.words.store(DraftWords::WANTED, choice.wanted);
             p.words.store(DraftWords::BEHIND, lag - choice.rows);
+            p.words.store(DraftWords::AGREED, agreed);
             of_sequence.store(SequenceState::ACCEPTANCE, if choice.by_guess { ngram } else { model });
             p.noted.store(Wanted::ROW, choice.rows.wrapping_sub(1));
         }

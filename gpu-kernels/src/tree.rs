@@ -20,7 +20,7 @@ use cuda_std::{GlobalMut, bf16, kernel, thread, warp};
 use crate::eagle::{STATES, States};
 use crate::kv::{Cache, HEAD_DIM, place};
 use crate::step::{Rows, SequenceState};
-pub use plan::{Likeliest, MOST_BRANCHES, PlanTree, plan_tree};
+pub use plan::{DraftReport, Likeliest, MOST_BRANCHES, PlanTree, plan_tree};
 
 /// The way from the root to a row of a tree: the rows on it, by their depth.
 ///

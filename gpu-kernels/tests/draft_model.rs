@@ -103,7 +103,11 @@ impl World {
         }
     }
 
-    fn plan(&mut self, economy: Economy, matches: bool, seed: u64) {
+    /// `read` tokens of the text are read as a prompt is; then the next proposal is planned.
+    fn plan(&mut self, economy: Economy, (matches, read): (bool, usize), seed: u64) {
+        if read > 0 {
+            self.cache = self.text[..read].to_vec();
+        }
         let plan = PlanDraft {
             state: self.state(),
             words: self.draft_words.ptr_mut(),
@@ -115,6 +119,7 @@ impl World {
             noted: self.noted.ptr_mut(),
             counters: Counters { words: self.counters.ptr_mut(), count: COUNTERS as u32 },
             max_length: self.max_length as u32,
+            read: read as u32,
             shift: self.shift as u32,
             economy,
         };
@@ -231,7 +236,11 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         let (before, agreed) = (world.text.len() - newest, same(&chain, came));
         let valid = if chain.is_empty() || shift == 1 { cached } else { before + agreed.min(chain.len() - 1) };
         assert!(valid <= same(&world.cache, &world.text[shift..]).min(world.text.len() - 1 - shift));
-        world.plan(economy, matches, seed);
+        // Of a model; a head's rows want hidden states.
+        let reads = shift == 0 && random.below(8) == 0;
+        let read = if reads { valid + random.below(world.text.len() - valid) } else { 0 };
+        let valid = valid.max(read);
+        world.plan(economy, (matches, read), seed);
 
         let prospect = Prospect {
             model: world.acceptance[0],
@@ -247,6 +256,7 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         assert_eq!(words[DraftWords::CHAINED], choice.chain);
         assert_eq!(words[DraftWords::WANTED], choice.wanted);
         assert_eq!(words[DraftWords::BEHIND], prospect.lag - choice.rows);
+        assert_eq!(words[DraftWords::AGREED], agreed as u32);
 
         cached = valid + choice.rows as usize;
         chain.clear();

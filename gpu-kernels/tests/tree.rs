@@ -11,7 +11,7 @@ use gpu_kernels::sample::UNIT_MASS;
 use gpu_kernels::step::{
     self, Accept, Counters, DraftState, MAX_DECODE_ROWS, MAX_ROWS, Report, Rows, STATE_WORDS, SequenceState,
 };
-use gpu_kernels::tree::{self, Likeliest, MOST_BRANCHES, Path, PlanTree};
+use gpu_kernels::tree::{self, DraftReport, Likeliest, MOST_BRANCHES, Path, PlanTree};
 
 const MOST: usize = MAX_DECODE_ROWS as usize;
 const VOCAB: u32 = 40;
@@ -110,7 +110,7 @@ impl World {
     fn plan(&self, drafted: &Drafted, (most, branches): (u32, u32), cost: Cost, max_length: u32, is_tree: bool) {
         let mut words = [0; DraftWords::COUNT];
         words[DraftWords::CHAINED] = drafted.passes.len() as u32;
-        [words[DraftWords::WANTED], words[DraftWords::BEHIND]] = [5, 300];
+        [words[DraftWords::WANTED], words[DraftWords::BEHIND], words[DraftWords::AGREED]] = [5, 300, 3];
         [words[DraftWords::MODEL], words[DraftWords::CONFIDENCE], words[DraftWords::NGRAM]] = drafted.words;
         let mut notes = vec![0; MOST * Note::WORDS];
         for (pass, note) in drafted.passes.iter().zip(notes.chunks_mut(Note::WORDS)) {
@@ -219,11 +219,9 @@ fn the_best_nodes_are_planned() {
         let best: f64 = order.iter().take(room).map(|&i| nodes[i].1).sum();
         assert!((sum - best).abs() <= 1e-3 * best, "seed {seed}: {sum} of {best}");
         let by_model = found.iter().flatten().filter(|&&i| i < nodes.len() - drafted.rest.len()).count();
-        assert_eq!(
-            world.told.as_slice()[0],
-            (by_model | drafted.passes.len() << 8 | 5 << 16 | 255 << 24) as u32,
-            "seed {seed}"
-        );
+        let chained = drafted.passes.len() as u32;
+        let told = DraftReport { by_model: by_model as u32, chained, wanted: 5, agreed: 3, behind: 300 };
+        assert_eq!(DraftReport::from_word(world.told.as_slice()[0]), told, "seed {seed}");
     }
 }
 

@@ -70,6 +70,44 @@ impl Likeliest {
     }
 }
 
+/// What the host hears of a proposal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftReport {
+    /// Nodes by the model.
+    pub by_model: u32,
+    /// Tokens of its chain.
+    pub chained: u32,
+    /// [`Choice::wanted`](crate::draft_model::Choice::wanted).
+    pub wanted: u32,
+    /// [`DraftWords::AGREED`].
+    pub agreed: u32,
+    /// [`DraftWords::BEHIND`], or [`MOST_BEHIND`](Self::MOST_BEHIND) if it is more.
+    pub behind: u32,
+}
+
+impl DraftReport {
+    /// The most that is told of [`behind`](Self::behind).
+    pub const MOST_BEHIND: u32 = u16::MAX as u32;
+
+    /// The word that has it: four bits for each, and sixteen.
+    #[inline(always)]
+    pub const fn word(self) -> u32 {
+        let behind = if self.behind < Self::MOST_BEHIND { self.behind } else { Self::MOST_BEHIND };
+        self.by_model | self.chained << 4 | self.wanted << 8 | self.agreed << 12 | behind << 16
+    }
+
+    /// From that word.
+    pub const fn from_word(word: u32) -> Self {
+        Self {
+            by_model: word & 15,
+            chained: word >> 4 & 15,
+            wanted: word >> 8 & 15,
+            agreed: word >> 12 & 15,
+            behind: word >> 16,
+        }
+    }
+}
+
 /// Parameters of [`plan_tree`]. Grid: 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -88,8 +126,7 @@ pub struct PlanTree {
     pub likeliest: Likeliest,
     /// To be zeroed for the step.
     pub counters: Counters,
-    /// `[told_reports]` in host memory, for the step that is planned: a byte each for nodes by the model, tokens of its
-    /// chain, [`Choice::wanted`](crate::draft_model::Choice::wanted), and [`DraftWords::BEHIND`] or 255.
+    /// `[told_reports]` in host memory: the [report](DraftReport) of the step that is planned.
     pub told: GlobalMut<u32>,
     /// Entries of `told`.
     pub told_reports: u32,
@@ -209,7 +246,8 @@ pub unsafe fn plan_tree(p: PlanTree) {
         let step = p.state.words.load(SequenceState::STEP);
         let first = p.state.history.load(newest as usize) as u32;
         let chained = p.words.load(DraftWords::CHAINED);
-        let (wanted, behind) = (p.words.load(DraftWords::WANTED), p.words.load(DraftWords::BEHIND).min(255));
+        let (wanted, agreed) = (p.words.load(DraftWords::WANTED), p.words.load(DraftWords::AGREED));
+        let behind = p.words.load(DraftWords::BEHIND);
         p.counters.clear(lane);
         // The last token that there is room for is nobody's draft, and every node takes a slot.
         let room = p.most.min(MAX_DECODE_ROWS - 1).min(p.max_length.saturating_sub(newest + 2));
@@ -252,7 +290,8 @@ pub unsafe fn plan_tree(p: PlanTree) {
         if lane == 0 {
             p.rows.count.store(0, count);
             let by_model = if chained > 0 { best_by_model } else { 0 };
-            p.told.store((step % p.told_reports) as usize, by_model | chained << 8 | wanted << 16 | behind << 24);
+            let report = DraftReport { by_model, chained, wanted, agreed, behind };
+            p.told.store((step % p.told_reports) as usize, report.word());
         }
     }
 }

@@ -1,4 +1,10 @@
 //! Drafts by a model or a head on a device: its passes run in the loop's own queue, and the host waits for none.
+//!
+//! Where drafts are hopeless the host leaves the passes out until the cache lacks [`REST`] tokens. Then one draft is
+//! tried, and each time that it is wrong the next rest of a model is twice as long. What a long rest leaves unread is
+//! read as a prompt is.
+
+use std::ops::Range;
 
 use cuda_std::Global;
 use gpu_kernels::draft_model::{self, DraftWords, Economy, NextDraft, PlanDraft};
@@ -6,7 +12,7 @@ use gpu_kernels::drafting::Cost;
 use gpu_kernels::eagle::States;
 use gpu_kernels::logprobs::{Note, NoteLogits, Wanted};
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, SequenceState};
-use gpu_kernels::tree::{self, Likeliest, PlanTree};
+use gpu_kernels::tree::{self, DraftReport, Likeliest, PlanTree};
 use model::Config;
 
 use super::ngram::NgramOperator;
@@ -24,6 +30,10 @@ use crate::tuning::{DRAFT_COST, DRAFT_LAYER_BYTES};
 /// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row
 /// bring before a pass runs that the host enqueues.
 const EARLY: u32 = 4;
+/// Tokens that the cache lacks before a draft is tried though none is worth its pass: at first, and at most. A head has
+/// the first alone, as hidden states have few slots.
+const REST: u32 = MAX_DECODE_ROWS - 2 * EARLY;
+const MOST_REST: u32 = 16 * REST;
 /// Rows up to which a decode step is the kernel for few.
 const FEW_ROWS: u32 = 8;
 
@@ -97,10 +107,18 @@ pub(crate) struct ModelDrafter {
     draft: ModelDraft,
     /// Passes that the next proposal gets: the host knows how long a chain was worth it a few steps ago.
     passes: u32,
-    /// Reports heard of this sequence.
+    /// Proposals made for this sequence, and reports heard of it: of its prompt, then of each proposal.
+    proposed: u32,
     heard: u32,
-    /// The prompt, until a model's passes over it are enqueued, and from where on they run.
-    prompt: Option<(Vec<u32>, usize)>,
+    /// The proposal with which the last rest ended.
+    woken: u32,
+    /// Tokens that the cache lacks before the next does.
+    rest: u32,
+    /// The sequence as far as the host knows it.
+    text: Vec<u32>,
+    /// Which of its tokens a model reads as a prompt before the next proposal, and up to where it has.
+    unread: Range<usize>,
+    read: usize,
     /// Tokens of prompts whose keys and values are in the cache: of a head, the rows' second tokens are among them.
     cached: Vec<u32>,
 }
@@ -137,8 +155,13 @@ impl ModelDrafter {
             pass,
             draft: ModelDraft::default(),
             passes: 1,
+            proposed: 0,
             heard: 0,
-            prompt: None,
+            woken: 0,
+            rest: REST,
+            text: Vec::new(),
+            unread: 0..0,
+            read: 0,
             cached: Vec::new(),
             forward,
         })
@@ -212,17 +235,20 @@ impl ModelDrafter {
         Pass { rows: self.forward.rows(), most_rows, end, tiles: None, output }
     }
 
-    /// Enqueues passes over the prompt, if there is one that was not read.
-    fn enqueue_prompt(&mut self, device: &Device, state: SequenceState) -> Result<(), Error> {
-        let Some((prompt, start)) = self.prompt.take() else { return Ok(()) };
+    /// Enqueues passes over what is to be read as a prompt, if there is anything.
+    fn enqueue_unread(&mut self, device: &Device, state: SequenceState) -> Result<(), Error> {
+        let unread = std::mem::take(&mut self.unread);
+        if unread.is_empty() {
+            return Ok(());
+        }
         let chunk = self.forward.prefill().map_or(MAX_ROWS as usize, Prefill::capacity);
         let plan = |rows: Rows, at: usize, count: usize| {
             let plan = PlanPrompt { rows, state, start: at as u32, count: count as u32 };
-            // SAFETY: the history holds the prompt, and the rows have room for a chunk.
+            // SAFETY: the history holds what the host knows, and the rows have room for a chunk.
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
         };
-        for at in (start..prompt.len()).step_by(chunk) {
-            let count = (prompt.len() - at).min(chunk);
+        for at in unread.clone().step_by(chunk) {
+            let count = (unread.end - at).min(chunk);
             if let Some(prefill) = self.forward.prefill() {
                 plan(prefill.rows(), at, count)?;
                 self.forward.enqueue_prefill(at, count, RowOutput::None)?;
@@ -231,7 +257,9 @@ impl ModelDrafter {
                 self.forward.enqueue(count as u32, (at + count) as u32, RowOutput::None)?;
             }
         }
-        self.cached = prompt;
+        self.read = unread.end;
+        self.cached.clear();
+        self.cached.extend_from_slice(&self.text[..self.read]);
         Ok(())
     }
 
@@ -260,18 +288,47 @@ impl ModelDrafter {
             noted: self.noted.ptr_mut(),
             counters: self.forward.counters(),
             max_length: at.accept.max_length,
+            read: self.read as u32,
             shift: self.shift(),
             economy: Economy {
                 row: self.row_cost(),
                 pass: if self.draft.adaptive { self.pass } else { 0 },
                 most: self.passes,
                 room,
-                due: if self.passes == 0 { u32::MAX } else { room - EARLY },
+                due: match self.passes {
+                    0 => u32::MAX,
+                    _ if self.proposed == self.woken => 1,
+                    _ => room - EARLY,
+                },
             },
         };
         // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
         // parameter block says.
         unsafe { at.device().launch::<draft_model::plan_draft>(1, 0, plan) }
+    }
+
+    /// Passes of the next proposal, after the report of one that was made when there were `length` tokens.
+    fn passes_after(&mut self, told: DraftReport, length: usize) -> u32 {
+        if told.wanted > 0 {
+            self.rest = REST;
+            // One more, so that chains can grow again.
+            return (told.wanted + 1).min(self.draft.depth());
+        }
+        // How a trial fared, the proposal behind it tells.
+        if self.heard == self.woken + 1 && self.woken > 0 {
+            let longer = if self.is_head() { REST } else { (2 * self.rest).min(MOST_REST) };
+            self.rest = if told.agreed > 0 { REST } else { longer };
+        }
+        if self.heard <= self.woken || told.behind < self.rest {
+            return 0;
+        }
+        self.woken = self.proposed + 1;
+        let cached = if told.behind < DraftReport::MOST_BEHIND { length - told.behind as usize } else { 0 };
+        let unread = cached.max(self.read)..self.text.len();
+        if !self.is_head() && unread.len() > (MAX_DECODE_ROWS - EARLY) as usize {
+            self.unread = unread;
+        }
+        1
     }
 
     /// Enqueues the plan of the next step, with the best of what is proposed.
@@ -345,7 +402,10 @@ impl Drafter<OnDevice> for ModelDrafter {
         }
         self.passes = self.draft.depth();
         self.noted.write(Wanted::TOP, &[self.draft.branches])?;
-        self.heard = 0;
+        (self.proposed, self.heard, self.woken, self.rest) = (0, 0, 0, REST);
+        (self.unread, self.read) = (0..0, 0);
+        self.text.clear();
+        self.text.extend_from_slice(sequence.prompt);
         self.told.clear();
         self.ngram.begin(sequence)?;
         let prompt = sequence.prompt;
@@ -359,14 +419,16 @@ impl Drafter<OnDevice> for ModelDrafter {
         let reused = common_prefix(&self.cached, prompt);
         self.cached.truncate(reused);
         // A prompt that is followed by one token needs no drafts.
-        let drafts = sequence.max_length > prompt.len() + 1;
-        self.prompt = drafts.then(|| (prompt.to_vec(), reused));
+        if sequence.max_length > prompt.len() + 1 {
+            self.unread = reused..prompt.len();
+        }
         Ok(())
     }
 
     fn propose(&mut self, at: Between<'_>) -> Result<(), Error> {
+        self.proposed += 1;
         at.enqueue_accept()?;
-        self.enqueue_prompt(at.device(), at.state())?;
+        self.enqueue_unread(at.device(), at.state())?;
         self.enqueue_match(&at, (&self.guess, &self.guess_rows), at.length)?;
         // A step brings at most as many tokens as it has rows, so that behind chains the cache lacks those of two at
         // most. Where passes are left out it lacks those of the steps under way too: some 70, for which hidden states
@@ -385,18 +447,16 @@ impl Drafter<OnDevice> for ModelDrafter {
     }
 
     fn hear(&mut self, step: &mut Step) {
+        let length = self.text.len();
+        self.text.extend_from_slice(&step.tokens);
         // The first report is of the prompt.
         if self.heard > 0 {
-            let told = self.told.load((self.heard % RING) as usize);
-            let [drafted, chained, wanted, behind] = told.to_le_bytes();
+            let told = DraftReport::from_word(self.told.load((self.heard % RING) as usize));
             // What comes behind a chain is no model's.
-            let accepted = (step.tokens.len() - 1).min(chained.into());
-            step.by_model = Drafted { drafted: drafted.into(), accepted };
+            let accepted = (step.tokens.len() - 1).min(told.chained as usize);
+            step.by_model = Drafted { drafted: told.by_model as usize, accepted };
             if self.draft.adaptive {
-                // One more, so that chains can grow again. Where there are none, passes come as the cache has to catch
-                // up, by the time that they run.
-                let none = wanted == 0 && u32::from(behind) + EARLY < MAX_DECODE_ROWS - EARLY;
-                self.passes = if none { 0 } else { (u32::from(wanted) + 1).min(self.draft.depth()) };
+                self.passes = self.passes_after(told, length);
             }
         }
         self.heard += 1;

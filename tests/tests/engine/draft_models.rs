@@ -148,6 +148,26 @@ fn a_draft_model_keeps_what_it_has_read() {
     }
 }
 
+/// Drawn text that nobody foresees: drafts are tried ever more seldom, and what is read meanwhile is read right, as the
+/// drafts of the next turn show.
+#[test]
+fn a_hopeless_draft_model_rests_and_reads_on() {
+    let checkpoint = golden("tied_bf16");
+    let mut engine = emulated(&checkpoint, Some(checkpoint.clone()), &DeviceOptions::default());
+    let prompt: Vec<u32> = (0..12).map(|i| i * 37 % 250).collect();
+    let adaptive = ModelDraft { adaptive: true, ..ALONE };
+    let hot = Sampling { temperature: 50.0, seed: 1, ..Sampling::default() };
+    let found = answer(&mut engine, &request(&prompt, 96, hot, Some(adaptive)));
+    let Drafted { drafted, .. } = found.statistics.by_model;
+    println!("{drafted} drafts in {} steps", found.statistics.steps);
+    assert!((1..16).contains(&drafted), "{:?}", found.statistics);
+
+    let next = [&prompt[..], &found.tokens, &[1, 2, 3]].concat();
+    let Drafted { drafted, accepted } =
+        answer(&mut engine, &request(&next, 16, Sampling::default(), Some(ALONE))).statistics.by_model;
+    assert!(drafted > 10 && drafted == accepted, "{accepted} of {drafted}");
+}
+
 /// A batch there.
 fn on(device: DeviceChoice) -> LoadOptions {
     LoadOptions { context: Some(128), ..LoadOptions::on(device) }
