@@ -10,7 +10,7 @@ use super::producer::{Share, Units};
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, WIDE, sequences};
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
-    add_values, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
+    add_values, combine_by_warp, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
 };
 use crate::exchange::WordKind;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, PageLayout};
@@ -92,6 +92,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let attend = Attend { sums, scales, ..all };
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2, turn: 0 };
             let dealt = (units.group, units.tile_rows);
+            let are_whole = ROWS == SEQUENCES && units.are_whole();
             if ONE && units.is_empty() {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
@@ -103,13 +104,20 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     continue;
                 }
                 self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
+                if are_whole {
+                    self.combine_share(&attend, &share, units.group.value);
+                }
             }
             self.mark(Mark::Attended);
-            if Units::last() >= SPLIT {
+            if Units::last() >= SPLIT && !are_whole {
                 self.grid_barrier();
                 cuda_std::assume(p.work.q_heads > 0);
                 let lane = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
                 let mut item = thread::block_idx_x();
+                if !ONE && self.combines_by_warps() {
+                    self.combine_by_warps(&attend, lane);
+                    item = u32::MAX;
+                }
                 while item < self.count * p.work.q_heads {
                     let row = item / p.work.q_heads;
                     let put = |pair: usize, d: u32, x: bf16| {
@@ -126,6 +134,69 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     item += thread::grid_dim_x();
                 }
                 self.mark(Mark::Combined);
+            }
+        }
+    }
+
+    /// Whether the splits of a row and head are better added by a warp than by a block: where there are many such items
+    /// and few splits.
+    #[inline(always)]
+    unsafe fn combines_by_warps(&self) -> bool {
+        // SAFETY: the caller's word.
+        let (items, last) = unsafe { (self.count * self.p.work.q_heads, Units::last()) };
+        // How often a warp waits for memory, which asks for 8 splits at a time; and a block, once an item and again
+        // behind its barrier.
+        last / (SPLIT * WARPS) < 2 * ((items - 1) / thread::grid_dim_x())
+    }
+
+    /// Adds the splits of each row and head, a warp an item.
+    #[inline(always)]
+    unsafe fn combine_by_warps(&self, attend: &Attend, (lane, warp_id): (u32, u32)) {
+        let q_heads = self.p.work.q_heads;
+        let mut item = thread::block_idx_x() + thread::grid_dim_x() * warp_id;
+        while item < self.count * q_heads {
+            // SAFETY: the caller's word; there are heads.
+            unsafe {
+                cuda_std::assume(q_heads > 0);
+                self.combine_item(attend, item / q_heads, item as usize, lane);
+            }
+            item += thread::grid_dim_x() * WARPS;
+        }
+    }
+
+    /// The same for a share's rows, if it has the last split of its head and the block had all before it.
+    #[inline(always)]
+    unsafe fn combine_share(&self, attend: &Attend, share: &Share, group: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let end = self.end_of(share);
+            let last = self.slot(end - 1) / SPLIT;
+            if last == 0 || share.split < last {
+                return;
+            }
+            // Other warps have left parts.
+            sync();
+            cuda_std::assume(group > 0);
+            let (lane, mut i) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
+            while i < (end - share.first_row) * group {
+                let row = share.first_row + i / group;
+                let pair = row * self.p.work.q_heads + share.kv_head * group + i % group;
+                self.combine_item(attend, row, pair as usize, lane);
+                i += WARPS;
+            }
+        }
+    }
+
+    /// Adds the splits of a row and head, if there are several.
+    #[inline(always)]
+    unsafe fn combine_item(&self, attend: &Attend, row: u32, pair: usize, lane: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let splits = self.slot(row) / SPLIT + 1;
+            if splits > 1 {
+                let words = |s| attend.part(pair, s).load16(lane as usize * 4);
+                let put = |d, word| attend.put::<false>(pair, d, word);
+                combine_by_warp(splits, lane, words, |s| attend.part_scale(pair, s), put);
             }
         }
     }

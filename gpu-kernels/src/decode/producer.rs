@@ -30,7 +30,7 @@ pub struct Units {
     pub group: Divisor,
     /// Rows of a tile.
     pub tile_rows: u32,
-    /// Splits of the context, as they are dealt.
+    /// Splits of the context, as they are dealt; of several sequences 1 if a block takes all of a head's.
     splits: u32,
     /// Tiles of a split.
     tiles: u32,
@@ -109,7 +109,22 @@ impl Units {
             }
             (tile_rows, all) = (tile_rows / 2, more);
         }
-        Self { group, tile_rows, splits: 0, tiles: 0, next: block * all / grid, end: (block + 1) * all / grid, last }
+        // SAFETY: likewise.
+        let (heads, most) = unsafe { sequences::heads(count, p.work.kv_heads, tile_rows) };
+        // Nobody waits for another block's splits then.
+        let whole = heads.div_ceil(grid) * most <= all.div_ceil(grid);
+        let [next, end] = [block, block + 1].map(|block| match whole {
+            // SAFETY: likewise.
+            true => unsafe { sequences::first_unit(block * heads / grid, count, p.work.kv_heads, tile_rows) },
+            false => block * all / grid,
+        });
+        Self { group, tile_rows, splits: whole.into(), tiles: 0, next, end, last }
+    }
+
+    /// Whether a block takes all splits of its heads.
+    #[inline(always)]
+    pub const fn are_whole(&self) -> bool {
+        self.splits == 1
     }
 
     /// Leaves them where [`load`](Self::load) finds them.

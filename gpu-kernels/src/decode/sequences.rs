@@ -2,7 +2,8 @@
 //!
 //! A unit is a tile of a sequence's rows against a split of one key-value head of that sequence. Units are dealt by
 //! sequence, then key-value head, then split, then tile, so that a block's consecutive units share keys and values, or
-//! come from consecutive splits.
+//! come from consecutive splits. Where heads are about as many as blocks a block takes whole ones, and adds their splits
+//! itself.
 
 use cuda_std::{shared, thread, warp};
 
@@ -66,6 +67,37 @@ pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
         first = end;
     }
     all * kv_heads
+}
+
+/// Key-value heads of all sequences together, and the most units that one has.
+#[inline(always)]
+pub unsafe fn heads(rows: u32, kv_heads: u32, tile_rows: u32) -> (u32, u32) {
+    let (mut heads, mut most, mut first) = (0, 0, 0);
+    // SAFETY: a tile has rows.
+    unsafe { cuda_std::assume(tile_rows > 0) };
+    while first < rows {
+        // SAFETY: the caller's word.
+        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
+        most = most.max((last / SPLIT + 1) * (end - first).div_ceil(tile_rows));
+        (heads, first) = (heads + kv_heads, end);
+    }
+    (heads, most)
+}
+
+/// The number of the first unit of a head, of all sequences' together; or of all units, if there are no more heads.
+#[inline(always)]
+pub unsafe fn first_unit(mut head: u32, rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
+    let (mut before, mut first) = (0, 0);
+    // SAFETY: a tile has rows.
+    unsafe { cuda_std::assume(tile_rows > 0) };
+    while first < rows && head > 0 {
+        // SAFETY: the caller's word.
+        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
+        let of_sequence = head.min(kv_heads);
+        before += of_sequence * (last / SPLIT + 1) * (end - first).div_ceil(tile_rows);
+        (head, first) = (head - of_sequence, end);
+    }
+    before
 }
 
 /// The unit with this number, and those behind it up to `most` in all that share its keys and values, of a step that

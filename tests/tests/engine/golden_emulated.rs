@@ -147,8 +147,8 @@ fn one_row_at(positions: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
 }
 
 /// The decode kernel's attention takes each sequence's own pages: of one row or of several, which may lie in two
-/// splits; heads that share keys and values are tiles of few pairs, or of many; contexts have one split, or several;
-/// and weights are in every format.
+/// splits; heads that share keys and values are tiles of few pairs, or of many; contexts have one split, or several, of
+/// which a block has some, or all that a head has; and weights are in every format.
 #[test]
 fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
     let config = Config {
@@ -167,6 +167,8 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
         (one_row_at((0..9).map(|i| i * 71 % 290)), (2, 1), None, lossless(true)),
         (one_row_at([270, 1, 90]), (2, 1), Some(Code::E4m3), DeviceOptions::default()),
         (one_row_at([1, 270, 90, 127, 128]), (4, 1), Some(Code::Int4), DeviceOptions::default()),
+        (one_row_at([270, 300, 511, 400]), (4, 2), None, lossless(false)),
+        (vec![254..258, 300..302, 511..513, 270..271], (4, 1), Some(Code::E4m3), DeviceOptions::default()),
         (vec![252..260, 3..4, 0..7], (4, 1), None, lossless(false)),
         (vec![0..1, 511..514, 254..257, 60..61], (8, 1), None, lossless(false)),
         (vec![100..105, 258..261], (2, 1), Some(Code::Int4), DeviceOptions::default()),
