@@ -58,6 +58,29 @@ struct Choice<'a> {
     known: usize,
 }
 
+impl Choice<'_> {
+    /// Chooses the tokens, of rows of `vocab` logits.
+    fn decide(self, vocab: usize) -> Outcome {
+        let Self { number, slot, drafts, logits, faults, known } = self;
+        let Running { prompt, sampling, logprobs, .. } = slot.running;
+        let row = |i: usize| &logits[i * vocab..][..vocab];
+        let masks = slot.running.matcher().map(|mut matcher| masks(&mut matcher, drafts.run(), vocab));
+        let tokens = slot.running.confirm(&drafts, |i, history| {
+            let (prompt, output) = history.split_at(prompt);
+            let mask = masks.as_ref().map(|masks| masks[i].as_slice());
+            sampling.sample_allowed(row(i), mask, prompt, output)
+        });
+        let of = |top| tokens.iter().enumerate().map(|(i, &token)| Logprobs::of(row(i), token, top)).collect();
+        let logprobs = logprobs.map_or(Vec::new(), of);
+        // Rows of drafts behind a wrong one decide nothing.
+        let decisive = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1);
+        let fault = slot.fault.or(decisive.min().copied());
+        let lost = slot.running.lost();
+        let by_model = drafts.by_model(&tokens);
+        Outcome { slot: number, tokens, logprobs, drafted: drafts.count, by_model, fault, lost }
+    }
+}
+
 impl CpuBatch {
     /// Within `limits`; drafts are proposed as `draft` says, if at all.
     ///
@@ -226,25 +249,7 @@ impl BatchBackend for CpuBatch {
             logits = rest;
             choices.push(Choice { number: work.slot, slot, drafts, logits: here, faults: faults_here, known });
         }
-        let choose = |Choice { number, slot, drafts, logits, faults, known }: Choice<'_>| {
-            let Running { prompt, sampling, logprobs, .. } = slot.running;
-            let row = |i: usize| &logits[i * vocab..][..vocab];
-            let masks = slot.running.matcher().map(|mut matcher| masks(&mut matcher, drafts.run(), vocab));
-            let tokens = slot.running.confirm(&drafts, |i, history| {
-                let (prompt, output) = history.split_at(prompt);
-                let mask = masks.as_ref().map(|masks| masks[i].as_slice());
-                sampling.sample_allowed(row(i), mask, prompt, output)
-            });
-            let of = |top| tokens.iter().enumerate().map(|(i, &token)| Logprobs::of(row(i), token, top)).collect();
-            let logprobs = logprobs.map_or(Vec::new(), of);
-            // Rows of drafts behind a wrong one decide nothing.
-            let decisive = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1);
-            let fault = slot.fault.or(decisive.min().copied());
-            let lost = slot.running.lost();
-            let by_model = drafts.by_model(&tokens);
-            Outcome { slot: number, tokens, logprobs, drafted: drafts.count, by_model, fault, lost }
-        };
-        self.outcomes = choices.into_par_iter().map(choose).collect();
+        self.outcomes = choices.into_par_iter().map(|choice| choice.decide(vocab)).collect();
         let sampled: HashSet<u32> = self.outcomes.iter().map(|outcome| outcome.slot).collect();
         let slots = (0..).zip(&mut self.slots).filter(|(slot, _)| sampled.contains(slot));
         let sequences = slots.map(|(number, slot)| (number, &mut slot.running)).collect();

@@ -81,24 +81,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let fingerprint = format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()));
 
     // Before the model is loaded: what is wrong here should be known at once.
-    let mut done = HashMap::new();
-    let (mut last, mut unsealed) = (0, 0);
-    let mut output = Output::open(&to, &mut |Written { identity, fingerprint: theirs, seal }| {
-        unsealed += u64::from(seal == Seal::None);
-        if ordered && identity.line < std::mem::replace(&mut last, identity.line) {
-            return Err(out_of_order(&to));
-        }
-        if theirs.is_some_and(|theirs| theirs != fingerprint) {
-            bail!(
-                "{} was begun with another model or other settings (line {} of the requests); \
-                 give the same, or name another output",
-                to.display(),
-                identity.line
-            );
-        }
-        done.insert(identity.line, identity.digest);
-        Ok(())
-    })?;
+    let (mut output, Earlier { done, unsealed }) = open_output(&to, ordered, &fingerprint)?;
     if report.is_told() {
         output::warn_of_unsealed(unsealed);
     }
@@ -123,15 +106,13 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let (send, events) = sync_channel(AHEAD);
     let work = Queue::new(work, |work: &Work| work.wanted.request.max_tokens);
     let (work, stop) = (Arc::new(Mutex::new(work)), Arc::new(AtomicBool::new(false)));
-    let mut progress = Vec::new();
-    let mut workers = Vec::new();
-    for batch in batches {
+    let start = |batch: host::batch::Batch| {
         let metrics = Arc::new(Mutex::new(batch.metrics()));
-        progress.push(metrics.clone());
         let (work, stop, events, writer) = (work.clone(), stop.clone(), send.clone(), writer.clone());
-        let worker = Worker { batch, work, events, writer, stop, metrics, asked: HashMap::new() };
-        workers.push(std::thread::spawn(move || worker.run()));
-    }
+        let worker = Worker { batch, work, events, writer, stop, metrics: metrics.clone(), asked: HashMap::new() };
+        (metrics, std::thread::spawn(move || worker.run()))
+    };
+    let (progress, workers): (Vec<_>, Vec<_>) = batches.into_iter().map(start).unzip();
     // If nobody takes requests any more, whoever sends them must know.
     drop(work);
     let held = Arc::new(Held::default());
@@ -178,6 +159,37 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
     }
     ended
+}
+
+/// What earlier runs have left in the output.
+struct Earlier {
+    /// The lines of requests that have results, with their digests.
+    done: HashMap<u64, u64>,
+    /// Results without a seal.
+    unsealed: u64,
+}
+
+/// Opens the output, to go on behind what earlier runs of the same requests, with this `fingerprint`, have written.
+fn open_output(to: &Path, ordered: bool, fingerprint: &str) -> anyhow::Result<(Output, Earlier)> {
+    let mut earlier = Earlier { done: HashMap::new(), unsealed: 0 };
+    let mut last = 0;
+    let output = Output::open(to, &mut |Written { identity, fingerprint: theirs, seal }| {
+        earlier.unsealed += u64::from(seal == Seal::None);
+        if ordered && identity.line < std::mem::replace(&mut last, identity.line) {
+            return Err(out_of_order(to));
+        }
+        if theirs.is_some_and(|theirs| theirs != fingerprint) {
+            bail!(
+                "{} was begun with another model or other settings (line {} of the requests); \
+                 give the same, or name another output",
+                to.display(),
+                identity.line
+            );
+        }
+        earlier.done.insert(identity.line, identity.digest);
+        Ok(())
+    })?;
+    Ok((output, earlier))
 }
 
 /// Results that were written in another order than their requests have.
