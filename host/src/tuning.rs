@@ -16,9 +16,8 @@ use crate::device::Capabilities;
 /// memory is told before a card is known.
 pub const PASS_ROWS: usize = 8192;
 
-/// What drafts add to a decode step on a device: of the 8B shape, 8 rows take 1.09 times as long as one, and 16 rows
-/// 1.23 times (`docs/reference/kernels/decode.md`). One number, so that the same text takes the same steps on every
-/// card.
+/// What a draft adds to a decode step on a device, between what it does with bf16 weights and with packed ones
+/// (`docs/reference/kernels/decode.md`). One number, so that the same text takes the same steps on every card.
 pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 
 /// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
