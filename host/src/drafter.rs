@@ -6,6 +6,7 @@
 //!
 //! To add a drafter: a file here, and an arm of [`Draft`](crate::Draft).
 
+mod backoff;
 mod eagle_on_host;
 mod model;
 mod model_on_host;
@@ -16,6 +17,7 @@ mod script;
 use gpu_kernels::draft_model;
 use gpu_kernels::step::{self, Accept, MAX_DECODE_ROWS, PlanDecode, SequenceState};
 
+pub(crate) use self::backoff::Backoff;
 pub(crate) use self::model::{ModelDrafter, Passes};
 pub(crate) use self::model_on_host::ModelOnHost;
 pub(crate) use self::ngram::{NgramDrafter, NgramOnHost};

@@ -16,7 +16,7 @@ use gpu_kernels::tree::{self, DraftReport, Likeliest, PlanTree};
 use model::Config;
 
 use super::ngram::NgramOperator;
-use super::{Between, Drafter, OnDevice, Proposals};
+use super::{Backoff, Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
@@ -30,8 +30,8 @@ use crate::tuning::{DRAFT_COST, DRAFT_LAYER_BYTES};
 /// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row
 /// bring before a pass runs that the host enqueues.
 const EARLY: u32 = 4;
-/// Tokens that the cache lacks before a draft is tried though none is worth its pass: at first, and at most. A head has
-/// the first alone, as hidden states have few slots.
+/// Tokens that the cache lacks before a draft is tried though none is worth its pass: at first, and at most. Of a head
+/// always the first, as hidden states have few slots.
 const REST: u32 = MAX_DECODE_ROWS - 2 * EARLY;
 const MOST_REST: u32 = 16 * REST;
 /// Rows up to which a decode step is the kernel for few.
@@ -113,7 +113,7 @@ pub(crate) struct ModelDrafter {
     /// The proposal with which the last rest ended.
     woken: u32,
     /// Tokens that the cache lacks before the next does.
-    rest: u32,
+    rest: Backoff,
     /// The sequence as far as the host knows it.
     text: Vec<u32>,
     /// Which of its tokens a model reads as a prompt before the next proposal, and up to where it has.
@@ -141,6 +141,7 @@ impl ModelDrafter {
         };
         let device = forward.device().clone();
         let draft_config = forward.config();
+        let most_rest = if targets.is_some() { REST } else { MOST_REST };
         Ok(Self {
             targets,
             sampler: Sampler::new(&device, draft_config)?,
@@ -158,7 +159,7 @@ impl ModelDrafter {
             proposed: 0,
             heard: 0,
             woken: 0,
-            rest: REST,
+            rest: Backoff::new(REST, most_rest),
             text: Vec::new(),
             unread: 0..0,
             read: 0,
@@ -310,16 +311,15 @@ impl ModelDrafter {
     /// Passes of the next proposal, after the report of one that was made when there were `length` tokens.
     fn passes_after(&mut self, told: DraftReport, length: usize) -> u32 {
         if told.wanted > 0 {
-            self.rest = REST;
+            self.rest.reset();
             // One more, so that chains can grow again.
             return (told.wanted + 1).min(self.draft.depth());
         }
         // How a trial fared, the proposal behind it tells.
         if self.heard == self.woken + 1 && self.woken > 0 {
-            let longer = if self.is_head() { REST } else { (2 * self.rest).min(MOST_REST) };
-            self.rest = if told.agreed > 0 { REST } else { longer };
+            if told.agreed > 0 { self.rest.reset() } else { self.rest.lengthen() }
         }
-        if self.heard <= self.woken || told.behind < self.rest {
+        if self.heard <= self.woken || told.behind < self.rest.length() {
             return 0;
         }
         self.woken = self.proposed + 1;
@@ -402,7 +402,8 @@ impl Drafter<OnDevice> for ModelDrafter {
         }
         self.passes = self.draft.depth();
         self.noted.write(Wanted::TOP, &[self.draft.branches])?;
-        (self.proposed, self.heard, self.woken, self.rest) = (0, 0, 0, REST);
+        (self.proposed, self.heard, self.woken) = (0, 0, 0);
+        self.rest.reset();
         (self.unread, self.read) = (0..0, 0);
         self.text.clear();
         self.text.extend_from_slice(sequence.prompt);

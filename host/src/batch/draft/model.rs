@@ -28,6 +28,7 @@ use crate::batch::backend::{BatchBackend, Start};
 use crate::batch::plan::{Page, Plan, Slot, Started, TableEntry, Work};
 use crate::batch::running::Running;
 use crate::draft::{DraftCheckpoint, ModelDraft, learned, pass_bytes, pass_share};
+use crate::drafter::Backoff;
 
 /// Steps without a pass, where none is worth it, before one comes all the same.
 const REST: u32 = 16;
@@ -75,7 +76,7 @@ pub(crate) struct ModelDrafter {
     usual: u32,
     /// Steps until a pass comes all the same, and from how many on that is counted down.
     rest: u32,
-    rests: u32,
+    rests: Backoff,
 }
 
 /// The draft model's side of a sequence.
@@ -137,7 +138,7 @@ impl ModelDrafter {
             followers: HashMap::new(),
             usual: drafting::UNTRIED,
             rest: 0,
-            rests: REST,
+            rests: Backoff::new(REST, MOST_REST),
             vocab: config.vocab_size.min(vocab) as u32,
             pass: pass_share(config, bytes, layer_bytes),
             backend,
@@ -204,10 +205,11 @@ impl ModelDrafter {
         let candidates: Vec<Wanted<'_>> = self.candidates(wanted.iter().flatten());
         let mut depth = self.depth(settings, cost, rows, &candidates);
         if depth > 0 {
-            (self.rest, self.rests) = (REST, REST);
+            self.rests.reset();
+            self.rest = REST;
         } else if self.rest == 0 && !candidates.is_empty() {
-            self.rests = (2 * self.rests).min(MOST_REST);
-            (self.rest, depth) = (self.rests, 1);
+            self.rests.lengthen();
+            (self.rest, depth) = (self.rests.length(), 1);
         } else {
             return Ok(chains);
         }
