@@ -30,7 +30,7 @@ pub struct Units {
     pub group: Divisor,
     /// Rows of a tile.
     pub tile_rows: u32,
-    /// Splits of the context, as they are dealt; of several sequences 1 if a block takes all of a head's.
+    /// Splits of the context, as they are scheduled; of several sequences 1 if a block takes all of a head's.
     splits: u32,
     /// Tiles of a split.
     tiles: u32,
@@ -113,10 +113,12 @@ impl Units {
         let (heads, most) = unsafe { sequences::heads(count, p.work.kv_heads, tile_rows) };
         // Nobody waits for another block's splits then.
         let whole = heads.div_ceil(grid) * most <= all.div_ceil(grid);
-        let [next, end] = [block, block + 1].map(|block| match whole {
+        let [next, end] = [block, block + 1].map(|block| {
+            if !whole {
+                return block * all / grid;
+            }
             // SAFETY: likewise.
-            true => unsafe { sequences::first_unit(block * heads / grid, count, p.work.kv_heads, tile_rows) },
-            false => block * all / grid,
+            unsafe { sequences::first_unit(block * heads / grid, count, p.work.kv_heads, tile_rows) }
         });
         Self { group, tile_rows, splits: whole.into(), tiles: 0, next, end, last }
     }

@@ -54,17 +54,44 @@ pub unsafe fn end(row: u32) -> u32 {
     unsafe { shared::dynamic::<[u32; 2]>(PATHS).load(row as usize)[1] }
 }
 
+/// How far a sequence reaches.
+struct Extent {
+    /// One beyond its last row.
+    end: u32,
+    /// The last row's position.
+    last: u32,
+    splits: u32,
+    /// Tiles of its rows.
+    tiles: u32,
+}
+
+impl Extent {
+    /// Of the sequence whose rows begin at `first`, where a tile has at most so many rows.
+    #[inline(always)]
+    unsafe fn of(first: u32, tile_rows: u32) -> Self {
+        // SAFETY: the caller's word; a tile has rows.
+        unsafe {
+            cuda_std::assume(tile_rows > 0);
+            let (end, last) = (end(first), position(end(first) - 1));
+            Self { end, last, splits: last / SPLIT + 1, tiles: (end - first).div_ceil(tile_rows) }
+        }
+    }
+
+    /// Units of a key-value head.
+    #[inline(always)]
+    const fn units(&self) -> u32 {
+        self.splits * self.tiles
+    }
+}
+
 /// Units of the first `rows` rows, of so many key-value heads, where a tile has at most so many rows.
 #[inline(always)]
 pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
     let (mut all, mut first) = (0, 0);
-    // SAFETY: a tile has rows.
-    unsafe { cuda_std::assume(tile_rows > 0) };
     while first < rows {
         // SAFETY: the caller's word.
-        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
-        all += (last / SPLIT + 1) * (end - first).div_ceil(tile_rows);
-        first = end;
+        let extent = unsafe { Extent::of(first, tile_rows) };
+        (all, first) = (all + extent.units(), extent.end);
     }
     all * kv_heads
 }
@@ -73,13 +100,10 @@ pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
 #[inline(always)]
 pub unsafe fn heads(rows: u32, kv_heads: u32, tile_rows: u32) -> (u32, u32) {
     let (mut heads, mut most, mut first) = (0, 0, 0);
-    // SAFETY: a tile has rows.
-    unsafe { cuda_std::assume(tile_rows > 0) };
     while first < rows {
         // SAFETY: the caller's word.
-        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
-        most = most.max((last / SPLIT + 1) * (end - first).div_ceil(tile_rows));
-        (heads, first) = (heads + kv_heads, end);
+        let extent = unsafe { Extent::of(first, tile_rows) };
+        (heads, most, first) = (heads + kv_heads, most.max(extent.units()), extent.end);
     }
     (heads, most)
 }
@@ -88,14 +112,12 @@ pub unsafe fn heads(rows: u32, kv_heads: u32, tile_rows: u32) -> (u32, u32) {
 #[inline(always)]
 pub unsafe fn first_unit(mut head: u32, rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
     let (mut before, mut first) = (0, 0);
-    // SAFETY: a tile has rows.
-    unsafe { cuda_std::assume(tile_rows > 0) };
     while first < rows && head > 0 {
         // SAFETY: the caller's word.
-        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
+        let extent = unsafe { Extent::of(first, tile_rows) };
         let of_sequence = head.min(kv_heads);
-        before += of_sequence * (last / SPLIT + 1) * (end - first).div_ceil(tile_rows);
-        (head, first) = (head - of_sequence, end);
+        before += of_sequence * extent.units();
+        (head, first) = (head - of_sequence, extent.end);
     }
     before
 }
@@ -105,12 +127,9 @@ pub unsafe fn first_unit(mut head: u32, rows: u32, kv_heads: u32, tile_rows: u32
 #[inline(always)]
 pub unsafe fn share(mut number: u32, most: u32, kv_heads: u32, tile_rows: u32) -> Share {
     let (mut first, mut first_tile) = (0, 0);
-    // SAFETY: a tile has rows.
-    unsafe { cuda_std::assume(tile_rows > 0) };
     loop {
         // SAFETY: the caller's word.
-        let (end, last) = unsafe { (end(first), position(end(first) - 1)) };
-        let (splits, tiles) = (last / SPLIT + 1, (end - first).div_ceil(tile_rows));
+        let Extent { end, last, splits, tiles } = unsafe { Extent::of(first, tile_rows) };
         // SAFETY: a sequence has rows.
         unsafe { cuda_std::assume(tiles > 0) };
         if number < kv_heads * splits * tiles {

@@ -206,13 +206,13 @@ impl ModelDrafter {
         let mut depth = self.depth(settings, cost, rows, &candidates);
         if depth > 0 {
             self.rests.reset();
-            self.rest = REST;
         } else if self.rest == 0 && !candidates.is_empty() {
             self.rests.lengthen();
-            (self.rest, depth) = (self.rests.length(), 1);
+            depth = 1;
         } else {
             return Ok(chains);
         }
+        self.rest = self.rests.length();
         let is_candidate = |wanted: &Wanted<'_>| candidates.iter().any(|candidate| candidate.slot == wanted.slot);
         let of_candidates = (0..).zip(wanted).filter_map(|(of, wanted)| Some((of, wanted.filter(is_candidate)?)));
         let mut begun: Vec<Chain<'_>> =
