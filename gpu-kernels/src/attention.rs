@@ -246,7 +246,7 @@ pub(crate) fn score_keys(
         let (l, h) = (query(0, j), query(1, j));
         [[l[0], h[0], l[1], h[1]], [l[2], h[2], l[3], h[3]]]
     };
-    let [s] = score_tiles::<1>(fragments, keys);
+    let [s] = score_tiles::<1, 4>(fragments, keys);
     s
 }
 
@@ -262,19 +262,19 @@ pub(crate) const fn query_word(pair: u32, lane: u32) -> u32 {
 /// See [`query_word`].
 pub(crate) const QUERY_HALF: u32 = 4 * 32 * 4;
 
-/// [`score_keys`] of at most two tiles of pairs. `queries(tile, j)` gives A of the tensor core for the 16 dimensions
-/// from `32 j` on, and for the next 16.
+/// [`score_keys`] of at most two tiles of pairs, and at most four of keys. `queries(tile, j)` gives A of the tensor core
+/// for the 16 dimensions from `32 j` on, and for the next 16.
 #[inline(always)]
-pub(crate) fn score_tiles<const N: usize>(
+pub(crate) fn score_tiles<const N: usize, const KEYS: usize>(
     queries: impl Fn(usize, usize) -> [[u32; 4]; 2],
-    keys: impl Fn(usize) -> [[u32; 4]; 4],
-) -> [[[f32; 4]; 4]; N] {
-    let mut s = [[[0f32; 4]; 4]; N];
+    keys: impl Fn(usize) -> [[u32; 4]; KEYS],
+) -> [[[f32; 4]; KEYS]; N] {
+    let mut s = [[[0f32; 4]; KEYS]; N];
     unroll!(I < 4; {
         let keys = keys(I);
         unroll!(T < N of 2; {
             let a = queries(T, I);
-            unroll!(J < 4; {
+            unroll!(J < KEYS of 4; {
                 let b = keys[J];
                 s[T][J] = mma::m16n8k16_bf16(s[T][J], a[0], [b[0], b[1]]);
                 s[T][J] = mma::m16n8k16_bf16(s[T][J], a[1], [b[2], b[3]]);

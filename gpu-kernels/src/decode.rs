@@ -66,7 +66,7 @@ pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_t
 pub use kernels::*;
 use producer::{Units, produce};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub use wide::{decode_16_wide, decode_16_wide_lossless};
+pub use wide::{decode_16_wide, decode_16_wide_lossless, decode_tree_wide, decode_tree_wide_lossless};
 
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -379,11 +379,8 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ROWS: 
             Ring::init(RING, WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
-            let units = if ROWS == SEQUENCES {
-                Units::of_sequences(p, count, last)
-            } else {
-                Units::new::<ROWS, WIDTH>(p, count)
-            };
+            let units =
+                if ROWS == SEQUENCES { Units::of_sequences(p, count, last) } else { Units::new::<WIDTH>(p, count) };
             units.store();
         }
         if thread < MAX_DECODE_ROWS {

@@ -35,7 +35,7 @@ use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting::{self, Cost, ONE};
 use crate::logprobs::Wanted;
-use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState};
+use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState, allow_next_launch, wait_for_launches};
 use crate::tree::Likeliest;
 
 /// What drafts cost, and how many there can be.
@@ -319,7 +319,8 @@ pub unsafe fn plan_draft(p: PlanDraft) {
     }
 }
 
-/// Parameters of [`next_draft`]. Grid: 1.
+/// Parameters of [`next_draft`]. Grid: 1. It may be launched early
+/// ([`dependent_launch`](cuda_std::dependent_launch)).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NextDraft {
@@ -349,6 +350,8 @@ pub struct NextDraft {
 pub unsafe fn next_draft(p: NextDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
+        allow_next_launch();
+        wait_for_launches();
         let lane = thread::thread_idx_x();
         let (chained, length) = (p.words.load(DraftWords::CHAINED), p.words.load(DraftWords::LENGTH));
         let rows = p.rows.count.load(0).min(MAX_DECODE_ROWS);

@@ -14,7 +14,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
 
 use crate::exchange::{Exchange, WordKind};
 use crate::norm::warp_sum;
-use crate::step::Rows;
+use crate::step::{Rows, wait_for_launches};
 
 /// Hidden states that a head takes of each token.
 pub const STATES: u32 = 3;
@@ -184,7 +184,8 @@ impl EagleStep {
     }
 }
 
-/// Parameters of [`make_pairs`]. Grid: (1, rows). Shared memory: [`MakePairs::SHARED_BYTES`].
+/// Parameters of [`make_pairs`]. Grid: (1, rows). Shared memory: [`MakePairs::SHARED_BYTES`]. It may be launched early
+/// ([`dependent_launch`](cuda_std::dependent_launch)).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct MakePairs {
@@ -219,6 +220,10 @@ pub struct MakePairs {
 impl MakePairs {
     const THREADS: u32 = 512;
     const WARPS: u32 = Self::THREADS / 32;
+    /// Elements that the block takes at a time.
+    const STRIDE: u32 = 4 * Self::THREADS;
+    /// How often it does so with what a thread keeps in registers: of hidden sizes up to 4,096 always.
+    const KEPT: usize = 2;
     /// Dynamic shared memory: two sums of each warp.
     pub const SHARED_BYTES: u32 = 2 * Self::WARPS * 4;
 
@@ -254,7 +259,20 @@ impl MakePairs {
 pub unsafe fn make_pairs(p: MakePairs) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        let (row, count, dim) = (thread::block_idx_y(), p.rows.count.load(0), p.dim);
+        let (row, dim) = (thread::block_idx_y(), p.dim);
+        let first = thread::thread_idx_x() * 4;
+        // No launch writes the norms' weights: they come from memory while others end.
+        let words = |from: Global<bf16>, i: u32| from.at(i as usize).cast::<[u32; 2]>().load(0);
+        let norms = |i: u32| [words(p.input_norm, i), words(p.hidden_norm, i)];
+        let mut kept_norms = [[[0; 2]; 2]; MakePairs::KEPT];
+        unroll!(C < (MakePairs::KEPT) of 2; {
+            let i = first + C as u32 * MakePairs::STRIDE;
+            if i < dim {
+                kept_norms[C] = norms(i);
+            }
+        });
+        wait_for_launches();
+        let count = p.rows.count.load(0);
         if row >= count {
             return;
         }
@@ -263,22 +281,33 @@ pub unsafe fn make_pairs(p: MakePairs) {
         let embed = p.embed.at(token as usize * dim as usize);
         let hidden = if p.own != 0 { p.rows.sequences.load(row as usize) } else { row };
         let hidden = p.hidden.at(hidden as usize * dim as usize);
-        let four = |from: Global<bf16>, i: u32| {
-            let [low, high] = from.at(i as usize).cast::<[u32; 2]>().load(0).map(math::unpack_bf16);
+        let four = |words: [u32; 2]| {
+            let [low, high] = words.map(math::unpack_bf16);
             [low[0], low[1], high[0], high[1]]
         };
-        let both = |i: u32| [four(embed, i), hidden.load16(i as usize).map(f32::from_bits)];
-        let first = thread::thread_idx_x() * 4;
+        let both = |i: u32| [four(words(embed, i)), hidden.load16(i as usize).map(f32::from_bits)];
         let mut squares = [0f32; 2];
-        let mut i = first;
-        while i < dim {
-            let numbers = both(i);
+        let mut square = |numbers: [[f32; 4]; 2]| {
             unroll!(W < 2; {
                 unroll!(K < 4; {
                     squares[W] += numbers[W][K] * numbers[W][K];
                 });
             });
-            i += 4 * MakePairs::THREADS;
+        };
+        let mut kept = [[[0f32; 4]; 2]; MakePairs::KEPT];
+        unroll!(C < (MakePairs::KEPT) of 2; {
+            let i = first + C as u32 * MakePairs::STRIDE;
+            if i < dim {
+                kept[C] = both(i);
+            }
+        });
+        unroll!(C < (MakePairs::KEPT) of 2; {
+            square(kept[C]);
+        });
+        let mut i = first + MakePairs::KEPT as u32 * MakePairs::STRIDE;
+        while i < dim {
+            square(both(i));
+            i += MakePairs::STRIDE;
         }
         let sums = shared::dynamic::<f32>(0);
         let own = [warp_sum(squares[0]), warp_sum(squares[1])];
@@ -295,17 +324,24 @@ pub unsafe fn make_pairs(p: MakePairs) {
             warp += 1;
         }
         let factors = totals.map(|total| 1.0 / math::sqrt(total / dim as f32 + p.eps));
-        let mut i = first;
-        while i < dim {
-            let [e, h] = both(i);
+        let put = |i: u32, [e, h]: [[f32; 4]; 2], [of_embed, of_hidden]: [[u32; 2]; 2]| {
             let normed =
                 |x: [f32; 4], factor: f32, weights: [f32; 4]| [0, 1, 2, 3].map(|k: usize| x[k] * factor * weights[k]);
-            let (of_embed, of_hidden) = (four(p.input_norm, i), four(p.hidden_norm, i));
-            let (e, normed) = (normed(e, factors[0], of_embed), normed(h, factors[1], of_hidden));
+            let (e, normed) = (normed(e, factors[0], four(of_embed)), normed(h, factors[1], four(of_hidden)));
             let packed = |x: [f32; 4]| [math::pack_bf16(x[0], x[1]), math::pack_bf16(x[2], x[3])];
             p.put(one_row, row, i, packed(e), None);
             p.put(one_row, row, dim + i, packed(normed), Some(if p.norm_before_residual != 0 { normed } else { h }));
-            i += 4 * MakePairs::THREADS;
+        };
+        unroll!(C < (MakePairs::KEPT) of 2; {
+            let i = first + C as u32 * MakePairs::STRIDE;
+            if i < dim {
+                put(i, kept[C], kept_norms[C]);
+            }
+        });
+        let mut i = first + MakePairs::KEPT as u32 * MakePairs::STRIDE;
+        while i < dim {
+            put(i, both(i), norms(i));
+            i += MakePairs::STRIDE;
         }
     }
 }

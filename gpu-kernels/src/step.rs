@@ -161,9 +161,16 @@ pub unsafe fn plan_decode(p: PlanDecode) {
 
 /// Waits for the launches ahead, where this one may have begun before they were done.
 #[inline(always)]
-fn wait_for_launches() {
+pub(crate) fn wait_for_launches() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
     dependent_launch::wait();
+}
+
+/// Lets the next launch begin, likewise.
+#[inline(always)]
+pub(crate) fn allow_next_launch() {
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
+    dependent_launch::allow_next();
 }
 
 /// What a plan needs to know of a sequence apart from its drafts.
@@ -424,8 +431,7 @@ impl AcceptAndDraft {
 pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
-        #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
-        dependent_launch::allow_next();
+        allow_next_launch();
         if thread::warp_id() == together::THREADS / 32 {
             wait_for_launches();
             let accepted = Accepted::new(&p.accept, thread::lane_id());

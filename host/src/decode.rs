@@ -56,6 +56,8 @@ enum Rows {
     Sequences,
     /// More than 8 that follow each other, where the context is long.
     ManyWide,
+    /// A tree, likewise.
+    TreeWide,
 }
 
 /// The weights that a step reads.
@@ -212,7 +214,12 @@ impl Decode {
         };
         // How many rows of one sequence there are, the device alone knows, and how long their context is: of these
         // kernels one finds something to do.
-        let wide = (self.has_wide && matches!(several, Some(Rows::Many))).then_some(Rows::ManyWide);
+        let wide = match several {
+            Some(Rows::Many) => Some(Rows::ManyWide),
+            Some(Rows::Tree) => Some(Rows::TreeWide),
+            _ => None,
+        };
+        let wide = wide.filter(|_| self.has_wide);
         let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
         for rows in [one, several, wide].into_iter().flatten() {
             // SAFETY: the caller's word.
@@ -242,7 +249,7 @@ impl Decode {
                     Rows::Tree => launch!($tree),
                     Rows::FewSequences => launch!($few_sequences),
                     Rows::Sequences => launch!($sequences),
-                    Rows::ManyWide => unreachable!("a format without such a kernel"),
+                    Rows::ManyWide | Rows::TreeWide => unreachable!("a format without such a kernel"),
                 }
             };
         }
@@ -251,6 +258,8 @@ impl Decode {
             match (&self.weights, rows) {
                 (StepWeights::Plain, Rows::ManyWide) => launch!(decode_16_wide),
                 (StepWeights::Lossless(..), Rows::ManyWide) => launch!(decode_16_wide_lossless),
+                (StepWeights::Plain, Rows::TreeWide) => launch!(decode_tree_wide),
+                (StepWeights::Lossless(..), Rows::TreeWide) => launch!(decode_tree_wide_lossless),
                 (StepWeights::Plain, _) => of_format! {
                     decode_1, decode_8, decode_16, decode_tree, decode_8_sequences, decode_16_sequences
                 },

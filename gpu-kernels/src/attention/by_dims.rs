@@ -169,9 +169,13 @@ impl<const N: usize> DimSums<N> {
     }
 
     /// Likewise of further warps whose keys differ between a tile's rows: `sums(warp, tile, weights, n)` gives the sums
-    /// over a warp's keys of the eight dimensions from `8 n` on, as the tensor core leaves them.
+    /// over a warp's keys of the dimensions from `8 n` on, as the tensor core leaves them.
     #[inline(always)]
-    pub unsafe fn add_apart(&mut self, warps: Range<u32>, sums: impl Fn(u32, usize, &[[u32; 4]; 2], u32) -> [f32; 4]) {
+    pub unsafe fn add_apart(
+        &mut self,
+        warps: Range<u32>,
+        sums: impl Fn(u32, usize, &[[u32; 4]; 2], u32) -> [[f32; 4]; OWN_TILES],
+    ) {
         let mut warp = warps.start;
         while warp < warps.end {
             thread::keep_rolled();
@@ -179,9 +183,9 @@ impl<const N: usize> DimSums<N> {
             let window = unsafe { self.load(warp) };
             let factors = self.factors(&window);
             unroll!(T < N of 2; {
+                let found = sums(warp, T, &window.weights[T], self.first);
                 unroll!(D < OWN_TILES of 2; {
-                    let found = sums(warp, T, &window.weights[T], self.first + D as u32);
-                    self.add_found(T, D, factors[T], found);
+                    self.add_found(T, D, factors[T], found[D]);
                 });
             });
             warp += 1;

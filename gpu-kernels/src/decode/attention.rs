@@ -7,6 +7,7 @@ use cuda_std::{bf16, bulk, shared, thread, warp};
 
 use super::consumer::{Consumer, pair_with_next, sync};
 use super::producer::{Share, Units};
+use super::tree::PairRows;
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, WIDE, sequences};
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
@@ -398,12 +399,14 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let mut weights = [SoftmaxWeights::NOTHING; N];
             // The last tile's rows reach furthest.
             if let Some(page) = self.page_of(&tiles[N - 1], pages) {
+                let keys = self.ring.ahead(page);
                 if ROWS == TREE && !ONE && tile.warp_id >= apart {
                     unroll!(T < N of 2; {
-                        weights[T] = self.weigh_paths(attend, &tiles[T], (first + T as u32) % TILES, pages);
+                        let queries = queries_of(tile.lane, (first + T as u32) % TILES);
+                        weights[T] = self.weigh_paths(attend, &tiles[T], queries, (keys, pages));
                     });
                 } else {
-                    weights = self.weigh(attend, tiles, first, self.ring.ahead(page));
+                    weights = self.weigh(attend, tiles, first, keys);
                 }
             }
             if barrier {
@@ -430,7 +433,8 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             if ROWS == TREE && !ONE {
                 let first = |warp: u32| tile.split * SPLIT + warp * WARP_KEYS;
                 sums.add_apart(alike..warps, |warp, i, weights, n| {
-                    self.add_paths(&tiles[i], (first(warp), pages), weights, n)
+                    let rows = PairRows::of(&tiles[i], 0);
+                    self.add_paths(&rows, (first(warp), pages, tile.lane), weights, n)
                 });
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
@@ -496,7 +500,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let keys = keys_from(LAYOUT, first_key, WARP_KEYS - 1, lane);
             let position = self.slots();
             let queries = |tile: usize, j: usize| queries_of(lane, (first + tile as u32) % TILES)(j);
-            let scores = score_tiles::<N>(queries, keys);
+            let scores = score_tiles::<N, 4>(queries, keys);
             let mut weights = [SoftmaxWeights::NOTHING; N];
             unroll!(T < N of 2; {
                 weights[T] = weigh(attend, &tiles[T], &position, scores[T]);

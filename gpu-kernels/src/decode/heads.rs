@@ -11,7 +11,7 @@ use cuda_std::{GlobalMut, bf16, shared, thread};
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
 use super::producer::Share;
-use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences, tree};
+use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences};
 use crate::attention::{ALL_PAIRS, Divisor, PAIRS, SPLIT};
 use crate::exchange::{Word, WordKind, Words};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
@@ -221,7 +221,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
     #[inline(always)]
     unsafe fn position(&self, row: u32) -> u32 {
         // SAFETY: the caller's word.
-        unsafe { if ROWS == TREE { self.first_position() + tree::path(row).depth() } else { self.slot(row) } }
+        unsafe { if ROWS == TREE { self.depth_position(row) } else { self.slot(row) } }
     }
 
     /// The sequence that a row is of.

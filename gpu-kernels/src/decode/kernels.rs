@@ -39,9 +39,9 @@ entry_points! {
     /// [`decode_16_int4`], with scales in f16.
     decode_16_int4_f16: decode::<Quantized<Int4<2>>, 2, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows that may be a tree.
-    decode_tree: decode::<Plain, 2, TREE, ANY>;
+    decode_tree: decode::<Plain, 2, TREE, NARROW>;
     /// [`decode_tree`], of packed weights.
-    decode_tree_lossless: decode::<Lossless, 2, TREE, ANY>;
+    decode_tree_lossless: decode::<Lossless, 2, TREE, NARROW>;
     /// [`decode_tree`], of layers in FP8.
     decode_tree_fp8: decode::<Quantized<Fp8>, 2, TREE, ANY>;
     /// [`decode_tree`], of layers in int4.

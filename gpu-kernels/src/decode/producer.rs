@@ -5,7 +5,7 @@ use core::ops::Range;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, TREE, UNITS, WIDE, Walk, sequences};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, UNITS, WIDE, Walk, sequences};
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
@@ -59,15 +59,14 @@ pub struct Share {
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub unsafe fn new<const ROWS: u8, const WIDTH: u8>(p: &DecodeStep, count: u32) -> Self {
+    pub unsafe fn new<const WIDTH: u8>(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: a step has so many rows.
-        let position = |row: u32| unsafe { p.work.rows.positions.load(row as usize) };
-        let last = position(0) + count - 1;
+        let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(grid > 0) };
         let group = Divisor::new(p.work.group());
-        let mut splits = last / SPLIT + 1;
+        let splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
         // A pair never meets another: tiles are smaller where that keeps more blocks busy.
         while tile_rows > 1 {
@@ -77,10 +76,6 @@ impl Units {
                 break;
             }
             (tile_rows, tiles) = (half, more);
-        }
-        if ROWS == TREE && splits > 1 && position(count - 1) != last {
-            // Where paths part, in the last split, a tile takes twice as long: a split more is dealt, and left out.
-            splits += 1;
         }
         // Of wide attention a block takes all tiles of a split.
         let (together, units) = if WIDTH == WIDE { (tiles, 1) } else { (1, tiles) };
@@ -189,17 +184,15 @@ impl Units {
             unsafe { cuda_std::assume(by > 0) };
             (n / by, n % by)
         };
-        while !self.is_empty() {
-            let (item, tile) = divide(self.next, self.tiles);
-            let end = self.tiles.min(tile + self.end - self.next);
-            self.next += end - tile;
-            let (kv_head, split) = divide(item, self.splits);
-            if ROWS != TREE || split * SPLIT <= self.last {
-                let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
-                return Some(Share { kv_head, split, pages, tiles: tile..end, first_row: 0, first_tile: 0 });
-            }
+        if self.is_empty() {
+            return None;
         }
-        None
+        let (item, tile) = divide(self.next, self.tiles);
+        let end = self.tiles.min(tile + self.end - self.next);
+        self.next += end - tile;
+        let (kv_head, split) = divide(item, self.splits);
+        let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
+        Some(Share { kv_head, split, pages, tiles: tile..end, first_row: 0, first_tile: 0 })
     }
 }
 

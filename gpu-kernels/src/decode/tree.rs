@@ -1,18 +1,22 @@
 //! Attention of a step whose rows are a [tree](crate::tree).
 //!
-//! Of keys that were there before the step every row meets the same. Of a warp's keys that reach further, a tile's rows
-//! are taken one after another, each with the keys of its own path in the columns of their positions.
+//! Of keys that were there before the step every row meets the same. Behind the root each meets those of its own
+//! path, in the columns of their positions. A score is the same in any column: scores against all of the step's keys
+//! are found once, and each row's are put where they belong. Sums of values are not: of them a tile's rows are taken
+//! one after another, each with its own values.
 
-use cuda_std::{mma, shared, thread};
+use cuda_std::{mma, shared, thread, warp};
 
-use super::attention::{LAYOUT, queries_of};
+use super::attention::LAYOUT;
 use super::consumer::Consumer;
-use super::{DecodeStep, PATHS};
+use super::{DecodeStep, PATHS, TREE};
 use crate::attention::{
-    Attend, SPLIT, SoftmaxWeights, TILE_KEYS, Tile, WARP_KEYS, add_eight, eight_values, key_chunk, score_tiles, weigh,
+    Attend, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, add_eight, eight_values, key_chunk, keys_from, score_tiles,
+    weigh,
 };
 use crate::kv::PAGE_TOKENS;
 use crate::ring::Ring;
+use crate::step::MAX_DECODE_ROWS;
 use crate::tree::Path;
 
 /// Brings the rows' paths into shared memory, by the lanes of a warp.
@@ -42,84 +46,165 @@ fn slot(path: Path, root: u32, position: u32) -> u32 {
     if depth <= path.depth() { root + path.row_at(depth) } else { position }
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
-    /// What a warp weighs its keys by, of the ring's next `pages` stages, which have the pages of the split's keys.
+/// A lane's part of sixteen pairs' scores against the keys of the step's rows, as the tensor core leaves them.
+pub type RowScores = [[f32; 4]; 2];
+
+/// The rows of sixteen pairs.
+#[derive(Clone, Copy)]
+pub struct PairRows {
+    /// Of the first.
+    first: u32,
+    /// One beyond that of the last.
+    end: u32,
+    /// Of a lane's two.
+    of_lane: [u32; 2],
+}
+
+impl PairRows {
+    /// Of the sixteen pairs of a tile from `first` on.
     #[inline(always)]
-    pub unsafe fn weigh_paths(&self, attend: &Attend, tile: &Tile, queries: u32, pages: u32) -> SoftmaxWeights {
+    pub fn of(tile: &Tile, first: u32) -> Self {
+        let last = tile.pairs - 1;
+        let row = |pair: u32| tile.row(pair.min(last));
+        let g = first + tile.lane / 4;
+        // Of pairs that are not there, the last one's.
+        Self { first: row(first), end: row(first + PAIRS - 1) + 1, of_lane: [row(g), row(g + 8)] }
+    }
+}
+
+impl<const ROWS: u8> Consumer<'_, ROWS> {
+    /// Whether a split has positions behind the root's.
+    #[inline(always)]
+    pub fn has_paths(&self, split: u32) -> bool {
+        (split + 1) * SPLIT > self.first_position() + 1
+    }
+
+    /// Where a row of a tree stands.
+    #[inline(always)]
+    pub unsafe fn depth_position(&self, row: u32) -> u32 {
+        // SAFETY: the caller's word.
+        self.first_position() + unsafe { path(row) }.depth()
+    }
+
+    /// Scores of sixteen pairs against the keys of the step's rows, which are in the pages of the split in the ring's
+    /// next stages. They come of the same products, in the same order, as scores against other keys.
+    #[inline(always)]
+    pub unsafe fn score_rows(
+        &self,
+        (split, pages): (u32, u32),
+        lane: u32,
+        queries: impl Fn(usize) -> [[u32; 4]; 2],
+    ) -> RowScores {
         // SAFETY: the caller's word.
         unsafe {
+            if lane < pages {
+                self.ring.ahead(lane).wait_full();
+            }
+            warp::sync_warp();
             let root = self.first_position();
-            let mut page = 0;
-            while page < pages {
-                self.ring.ahead(page).wait_full();
-                page += 1;
-            }
-            let g = tile.lane / 4;
-            let rows_of_lane = [tile.group.divide(g).0, tile.group.divide(g + 8).0];
-            let mut scores = [[0f32; 4]; 4];
-            let mut row = 0;
-            while row < rows_with_paths(tile, tile.first_key(), root) {
-                let path = path(tile.first_row + row);
-                let keys = TILE_KEYS.map(|first| {
-                    let slot = slot(path, root, tile.first_key() + first + tile.lane % 8);
-                    (page_of(&self.ring, 0, slot), slot % PAGE_TOKENS)
-                });
-                let tiles = |i: usize| {
-                    keys.map(|(page, key)| {
-                        let at = page + LAYOUT.chunk(key, key_chunk(i, tile.lane));
-                        mma::ldmatrix_x4(shared::dynamic::<u8>(at))
-                    })
-                };
-                let [found] = score_tiles::<1>(|_, j| queries_of(tile.lane, queries)(j), tiles);
-                unroll!(J < 4; {
-                    unroll!(E < 4; {
-                        // The first row's are all rows', where there are no others.
-                        if row == 0 || rows_of_lane[E / 2] == row {
-                            scores[J][E] = found[J][E];
-                        }
-                    });
-                });
-                row += 1;
-            }
-            weigh(attend, tile, |row: u32| root + path(row).depth(), scores)
+            // Of rows that are in another split, or not there, a key for which nobody asks.
+            let first = root.max(split * SPLIT);
+            let last = (root + self.count - 1).min(split * SPLIT + SPLIT - 1);
+            let keys = [0, 8].map(|row| {
+                let slot = (root + row + lane % 8).max(first).min(last);
+                (page_of(&self.ring, 0, slot), slot % PAGE_TOKENS)
+            });
+            let keys = |i: usize| {
+                keys.map(|(page, key)| {
+                    mma::ldmatrix_x4(shared::dynamic::<u8>(page + LAYOUT.chunk(key, key_chunk(i, lane))))
+                })
+            };
+            let [scores] = score_tiles::<1, 2>(|_, j| queries(j), keys);
+            scores
         }
     }
 
-    /// The sums of eight dimensions from `8 n` on over a warp's keys from `first` on, so weighed, of rows whose keys
-    /// differ there. The ring's next `pages` stages have the pages of the split's keys, and as many then its values.
+    /// Puts the scores of each row's own path in the columns of their positions: of 32 keys from `first` on, in whose
+    /// columns are those of slots.
     #[inline(always)]
-    pub unsafe fn add_paths(
+    pub unsafe fn take_paths(&self, rows: &PairRows, first: u32, lane: u32, from: RowScores, to: &mut [[f32; 4]; 4]) {
+        let first = first.wrapping_sub(self.first_position());
+        // SAFETY: the caller's word.
+        let paths = rows.of_lane.map(|row| unsafe { path(row) });
+        unroll!(J < 4; {
+            let first = first.wrapping_add(8 * J as u32);
+            // From the root on eight columns may have something; behind the deepest row they have not.
+            if first.wrapping_add(7) < MAX_DECODE_ROWS + 7 {
+                unroll!(E < 4; {
+                    let depth = first.wrapping_add(2 * (lane % 4) + E as u32 % 2);
+                    let row = paths[E / 2].row_at(depth);
+                    // Who has it among the lanes of the pair, and where.
+                    let holder = (lane & !3) | (row % 8 / 2);
+                    let found = |i: usize, e: usize| warp::shuffle_idx(from[i][E / 2 * 2 + e], holder);
+                    let [low, high] = [0, 1].map(|i| {
+                        let [even, odd] = [found(i, 0), found(i, 1)];
+                        if row.is_multiple_of(2) { even } else { odd }
+                    });
+                    // Keys beyond the row are masked.
+                    if depth <= paths[E / 2].depth() {
+                        to[J][E] = if row < 8 { low } else { high };
+                    }
+                });
+            }
+        });
+    }
+
+    /// What a warp weighs its keys by, of the ring's next `pages` stages, which have the pages of the split's keys; its
+    /// own are in the first of `keys`.
+    #[inline(always)]
+    pub unsafe fn weigh_paths(
         &self,
+        attend: &Attend,
         tile: &Tile,
-        (first, pages): (u32, u32),
-        weights: &[[u32; 4]; 2],
-        n: u32,
-    ) -> [f32; 4] {
+        queries: impl Fn(usize) -> [[u32; 4]; 2],
+        (keys, pages): (Ring, u32),
+    ) -> SoftmaxWeights {
         // SAFETY: the caller's word.
         unsafe {
-            let (g, root) = (tile.lane / 4, self.first_position());
-            let rows_of_lane = [tile.group.divide(g).0, tile.group.divide(g + 8).0];
-            let (mut sums, mut row) = ([0f32; 4], 0);
-            while row < rows_with_paths(tile, first, root) {
-                let slot = slot(path(tile.first_row + row), root, first + tile.lane);
+            let lane = tile.lane;
+            let of_rows = self.score_rows((tile.split, pages), lane, &queries);
+            let first_key = keys.offset() + LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+            let keys = keys_from(LAYOUT, first_key, WARP_KEYS - 1, lane);
+            let [mut scores] = score_tiles::<1, 4>(|_, j| queries(j), keys);
+            self.take_paths(&PairRows::of(tile, 0), tile.first_key(), lane, of_rows, &mut scores);
+            weigh(attend, tile, |row: u32| self.depth_position(row), scores)
+        }
+    }
+
+    /// The sums of `N` times eight dimensions, at most eight times, from `8 n` on over 32 keys from `first` on, so
+    /// weighed, whose keys may differ between rows. The ring's next `pages` stages have the pages of the split's keys,
+    /// and as many then its values.
+    #[inline(always)]
+    pub unsafe fn add_paths<const N: usize>(
+        &self,
+        rows: &PairRows,
+        (first, pages, lane): (u32, u32, u32),
+        weights: &[[u32; 4]; 2],
+        n: u32,
+    ) -> [[f32; 4]; N] {
+        // SAFETY: the caller's word.
+        unsafe {
+            let root = self.first_position();
+            // The first row's are all rows', where no paths part.
+            let end = if ROWS == TREE && first + WARP_KEYS > root + 1 { rows.end } else { rows.first + 1 };
+            let (mut sums, mut row) = ([[0f32; 4]; N], rows.first);
+            while row < end {
+                thread::keep_rolled();
+                let slot = if ROWS == TREE { slot(path(row), root, first + lane) } else { first + lane };
                 let values = eight_values(LAYOUT, page_of(&self.ring, pages, slot), slot % PAGE_TOKENS);
-                let found = add_eight(weights, values(n));
-                unroll!(E < 4; {
-                    if row == 0 || rows_of_lane[E / 2] == row {
-                        sums[E] = found[E];
-                    }
+                unroll!(J < N of 8; {
+                    let found = add_eight(weights, values(n + J as u32));
+                    unroll!(E < 4; {
+                        if row == rows.first || rows.of_lane[E / 2] == row {
+                            sums[J][E] = found[E];
+                        }
+                    });
                 });
                 row += 1;
             }
             sums
         }
     }
-}
-
-/// Rows of a tile whose keys may differ among a warp's from `first` on; 1 if none do.
-#[inline(always)]
-fn rows_with_paths(tile: &Tile, first: u32, root: u32) -> u32 {
-    if first + WARP_KEYS > root + 1 { tile.group.divide(tile.pairs - 1).0 + 1 } else { 1 }
 }
 
 /// Where in shared memory the page with the key of a slot begins; with its value, if the pages of values begin `skip`

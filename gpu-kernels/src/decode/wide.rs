@@ -19,10 +19,11 @@ use cuda_std::tensor::swizzled;
 use cuda_std::wgmma::{self, Columns, Operand};
 use cuda_std::{bulk, kernel, math, mma, thread, warp};
 
-use super::attention::{QUERY, QUERY_BYTES};
+use super::attention::{LAYOUT, QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
 use super::producer::Share;
-use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, THREADS, WIDE, decode};
+use super::tree::{PairRows, RowScores};
+use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, THREADS, TREE, WIDE, decode};
 use crate::attention::{
     ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, weigh_windows, weight,
 };
@@ -62,6 +63,26 @@ pub unsafe fn decode_16_wide_lossless(p: DecodeStep) {
     unsafe {
         wgmma::declare();
         decode::<Lossless, 2, CHAIN, WIDE>(&p);
+    }
+}
+
+/// [`decode_tree`](super::decode_tree), of long contexts.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_wide(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        wgmma::declare();
+        decode::<Plain, 2, TREE, WIDE>(&p);
+    }
+}
+
+/// [`decode_tree_wide`], of packed weights.
+#[kernel(threads = THREADS, min_blocks = 1)]
+pub unsafe fn decode_tree_wide_lossless(p: DecodeStep) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe {
+        wgmma::declare();
+        decode::<Lossless, 2, TREE, WIDE>(&p);
     }
 }
 
@@ -207,7 +228,18 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let pair = of_half * PAIRS + lane / 4;
             let scales = Scales { at: SCRATCH + QUERY_BYTES + turn % 2 * (2 * SCALES), pair };
             let ring = self.ring.agreed();
-            self.weigh_all(attend, &tile, ring, pages, half, scales);
+            let (rows, mut of_rows) = (PairRows::of(&tile, of_half * PAIRS), [[0f32; 4]; 2]);
+            let has_paths = ROWS == TREE && self.has_paths(split);
+            if has_paths {
+                let queries = |j: usize| {
+                    let chunk = |m: u32| LAYOUT.chunk(of_half * PAIRS + lane % 16, 4 * j as u32 + 2 * m + lane / 16);
+                    [0, 1].map(|m| mma::ldmatrix_x4(shared::dynamic::<u8>(SCRATCH + chunk(m))))
+                };
+                of_rows = self.score_rows((split, pages), lane, queries);
+                // Weights will lie where keys are.
+                sync();
+            }
+            self.weigh_all(attend, &tile, (ring, pages), scales, (&rows, of_rows), has_paths);
             // A lane a page: looking takes its time.
             if lane < pages {
                 ring.ahead(pages + lane).wait_full();
@@ -216,7 +248,11 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             bulk::fence_proxy_async();
             sync();
             let factors = scales.factors();
-            let sums = add_all(ring, pages, half, &factors);
+            let sums = if has_paths {
+                self.add_all_paths(&rows, &tile, (ring, pages), half, scales, factors.tops)
+            } else {
+                add_all(ring, pages, half, &factors)
+            };
             let position = self.slots();
             unroll!(I < 2; {
                 let pair = pair + 8 * I as u32;
@@ -244,12 +280,20 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// What all pairs weigh the keys of two pages by, to where these keys were.
     #[inline(always)]
-    unsafe fn weigh_all(&self, attend: &Attend, tile: &Tile, ring: Ring, pages: u32, half: u32, scales: Scales) {
+    unsafe fn weigh_all(
+        &self,
+        attend: &Attend,
+        tile: &Tile,
+        (ring, pages): (Ring, u32),
+        scales: Scales,
+        (rows, of_rows): (&PairRows, RowScores),
+        has_paths: bool,
+    ) {
         // SAFETY: the caller's word.
         unsafe {
             let (lane, pair) = (tile.lane, scales.pair);
             // Of a page that is not there another, whose keys are masked, and whose content nobody writes.
-            let first = 2 * half;
+            let first = tile.warp_id / 4 * 2;
             let page = |i: u32| ring.ahead(if first + i < pages { first + i } else { pages });
             let stages = [page(0), page(1)];
             stages[0].wait_full();
@@ -258,10 +302,11 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             wgmma::fence();
             begin_scores::<false>(queries, Operand::at(stages[0].stage_buffer()));
             begin_scores::<true>(queries, Operand::at(stages[1].stage_buffer()));
-            let position = self.slots();
-            let last = [pair, pair + 8].map(|pair| tile.last_key(pair, &position));
+            let slot = self.slots();
+            let position = |row: u32| if ROWS == TREE { self.depth_position(row) } else { slot(row) };
+            let last = [pair, pair + 8].map(|pair| tile.last_key(pair, position));
             // Most splits end before the step's first row.
-            let last = ((tile.split + 1) * SPLIT > self.first_position() + 1).then_some(last);
+            let last = self.has_paths(tile.split).then_some(last);
             unroll!(P < 2; {
                 if P == 0 {
                     wgmma::wait::<1>();
@@ -270,14 +315,17 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 }
                 let page = first + P as u32;
                 let first_key = tile.split * SPLIT + page * PAGE_TOKENS;
-                let scores = scores!(P);
+                let mut scores = scores!(P);
+                if has_paths {
+                    unroll!(W < 2; {
+                        self.take_paths(rows, first_key + W as u32 * WARP_KEYS, lane, of_rows, &mut scores[W]);
+                    });
+                }
                 let weights = if last.is_none() {
                     weigh_windows::<2, 2>(attend, first_key, lane, None, scores)
                 } else {
                     weigh_windows::<2, 2>(attend, first_key, lane, last, scores)
                 };
-                // As `stmatrix` takes it: eight rows of eight keys, eight rows further, and eight keys.
-                let row = pair / PAIRS * PAIRS + lane % 16;
                 unroll!(W < 2; {
                     if lane.is_multiple_of(4) {
                         scales.leave(page * OF_PAGE + W as u32, &weights[W]);
@@ -285,14 +333,54 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     if page < pages {
                         let to = stages[P].stage_buffer();
                         unroll!(H < 2; {
-                            let at = row * ROW_BYTES + W as u32 * (WARP_KEYS * 2) + H as u32 * 32 + lane / 16 * 16;
-                            mma::stmatrix_x4(to.at(swizzled(at) as usize), weights[W].words[H]);
+                            mma::stmatrix_x4(to.at(weights_at(pair, lane, W as u32, H as u32)), weights[W].words[H]);
                         });
                     }
                 });
             });
         }
     }
+
+    /// [`add_all`], of a split in which paths may part: by `mma`, which lets each row have values of its own.
+    #[inline(always)]
+    unsafe fn add_all_paths(
+        &self,
+        rows: &PairRows,
+        tile: &Tile,
+        (ring, pages): (Ring, u32),
+        half: u32,
+        scales: Scales,
+        tops: [f32; 2],
+    ) -> Sums {
+        let (mut sums, mut window) = ([[0f32; 4]; 8], 0);
+        // SAFETY: the caller's word.
+        unsafe {
+            while window < pages * OF_PAGE {
+                thread::keep_rolled();
+                let page = ring.ahead(window / OF_PAGE).stage_buffer();
+                let weights =
+                    [0, 1].map(|h| mma::ldmatrix_x4(page.at(weights_at(scales.pair, tile.lane, window % OF_PAGE, h))));
+                let factors = [0, 1].map(|i| weight(scales.of(i).load(window as usize), tops[i]));
+                let first = tile.split * SPLIT + window * WARP_KEYS;
+                let found = self.add_paths::<8>(rows, (first, pages, tile.lane), &weights, 8 * half);
+                unroll!(J < 8; {
+                    unroll!(E < 4; {
+                        sums[J][E] = math::fma(found[J][E], factors[E / 2], sums[J][E]);
+                    });
+                });
+                window += 1;
+            }
+        }
+        sums
+    }
+}
+
+/// Where in a page a lane's eight weights are, of a window and half of its keys, as `stmatrix` and `ldmatrix` take
+/// them: eight pairs by eight keys, eight pairs further, and eight keys.
+#[inline(always)]
+const fn weights_at(pair: u32, lane: u32, window: u32, half: u32) -> usize {
+    let row = pair / PAIRS * PAIRS + lane % 16;
+    swizzled(row * ROW_BYTES + window * (WARP_KEYS * 2) + half * 32 + lane / 16 * 16) as usize
 }
 
 /// Where a window's weights and values are, for a warpgroup's half of the dimensions.

@@ -254,7 +254,7 @@ impl Device {
     }
 
     /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by
-    /// `cuda_std::launches`: it may begin before they are done. Hopper.
+    /// [`cuda_std::dependent_launch`]: where the device can, it may begin before they are done.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others
@@ -268,8 +268,9 @@ impl Device {
         shared_bytes: u32,
         params: K::Params,
     ) -> Result<(), Error> {
+        let begin = if self.capabilities().early_launches { Begin::Early } else { Begin::InTurn };
         // SAFETY: the caller's word.
-        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Early, params) }
+        unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, begin, params) }
     }
 
     /// As [`launch`](Self::launch), of a kernel that writes what launches read [before they

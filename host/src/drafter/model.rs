@@ -390,7 +390,7 @@ impl ModelDrafter {
         // SAFETY: as for the plan.
         unsafe {
             self.sampler.enqueue_notes(note)?;
-            at.device().launch::<draft_model::next_draft>(1, 0, next)
+            at.device().launch_early::<draft_model::next_draft>(1, 0, next)
         }
     }
 }

@@ -151,13 +151,7 @@ impl Drafter<OnDevice> for NgramDrafter {
             let all = AcceptAndDraft { accept: at.accept, draft, plan, settled: at.settled };
             // SAFETY: whoever has made acceptance and plan says that their addresses are good; the others are buffers
             // of self and of the proposals, sized as the parameter block says.
-            return unsafe {
-                if device.capabilities().early_launches {
-                    device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
-                } else {
-                    device.launch::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all)
-                }
-            };
+            return unsafe { device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all) };
         }
         at.enqueue_accept()?;
         // SAFETY: as above.

@@ -287,7 +287,7 @@ impl Forward {
                 norm_before_residual: pairs.inputs.norm_before_residual.into(),
                 own: matches!(begin, Begin::Own).into(),
             };
-            self.device.launch::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
+            self.device.launch_early::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
             if let Some(decode) = decode {
                 return self.enqueue_decode_kernel(decode, pass.rows, (most_rows, rows));
             }

@@ -76,12 +76,13 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
     }
 }
 
-/// The last of the contexts is long: where every CTA has a whole split, 16 rows have a kernel of their own.
+/// Two of the contexts are long: where every CTA has a whole split, 16 rows have a kernel of their own. In the last the
+/// step's own positions lie in two pages, which the kernel's two warpgroups have.
 #[test]
 fn steps_of_any_rows_give_the_bits_of_launches() {
     let device = Device::emulator(5);
     for tree in [false, true] {
-        let sizes = DecodeSizes { rows: vec![5, 16], tree, ..DecodeSizes::small() };
+        let sizes = DecodeSizes { contexts: vec![40, 600, 648], rows: vec![5, 16], tree, ..DecodeSizes::small() };
         let (heads, context) = (sizes.config.num_key_value_heads as u32, sizes.contexts[1]);
         assert!(DecodeStep::is_long(heads, context.div_ceil(SPLIT), device.capabilities().sms));
         let mut watch = |_: Event<'_>| {};
