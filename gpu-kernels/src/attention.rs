@@ -262,8 +262,8 @@ pub(crate) const fn query_word(pair: u32, lane: u32) -> u32 {
 /// See [`query_word`].
 pub(crate) const QUERY_HALF: u32 = 4 * 32 * 4;
 
-/// [`score_keys`] of at most two tiles of pairs, and at most four of keys. `queries(tile, j)` gives A of the tensor core
-/// for the 16 dimensions from `32 j` on, and for the next 16.
+/// [`score_keys`] of at most two tiles of pairs, and at most four of keys. `queries(tile, j)` gives A of the tensor
+/// core for the 16 dimensions from `32 j` on, and for the next 16.
 #[inline(always)]
 pub(crate) fn score_tiles<const N: usize, const KEYS: usize>(
     queries: impl Fn(usize, usize) -> [[u32; 4]; 2],

@@ -34,8 +34,9 @@
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
 use crate::drafting::{self, Cost, ONE};
-use crate::logprobs::Wanted;
-use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState, allow_next_launch, wait_for_launches};
+use crate::logprobs::{self, NoteLogits, Wanted};
+use crate::sample::THREADS;
+use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState, allow_next_launch};
 use crate::tree::Likeliest;
 
 /// What drafts cost, and how many there can be.
@@ -319,11 +320,13 @@ pub unsafe fn plan_draft(p: PlanDraft) {
     }
 }
 
-/// Parameters of [`next_draft`]. Grid: 1. It may be launched early
-/// ([`dependent_launch`](cuda_std::dependent_launch)).
+/// Parameters of [`next_draft`]. Cooperative; grid and shared memory: as [`note_logits`](logprobs::note_logits)'s, of one
+/// row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NextDraft {
+    /// What is noted of the pass: for [`likeliest`](Self::likeliest).
+    pub note: NoteLogits,
     /// The sequence to draft for. Its history gets the draft, behind its end.
     pub state: SequenceState,
     /// [`DraftWords`], changed.
@@ -344,15 +347,20 @@ pub struct NextDraft {
     pub shift: u32,
 }
 
-/// Proposes the best token after the last row of a pass, and makes it the row of the next. A token that the model does
-/// not have, or none for want of finite logits, ends the chain.
-#[kernel(threads = 32)]
+/// Notes what a pass says behind its last row, if it has rows, proposes the best token there, and makes it the row of the
+/// next. A token that the model does not have, or none for want of finite logits, ends the chain.
+#[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn next_draft(p: NextDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         allow_next_launch();
-        wait_for_launches();
-        let lane = thread::thread_idx_x();
+        let has_rows = p.note.wanted.load(Wanted::ROW) != Wanted::NO_ROW;
+        // When the last CTA goes on, all have read that.
+        let goes_on = if has_rows { logprobs::note_rows(&p.note) } else { thread::block_idx_x() == 0 };
+        if !goes_on || thread::warp_id() > 0 {
+            return;
+        }
+        let lane = thread::lane_id();
         let (chained, length) = (p.words.load(DraftWords::CHAINED), p.words.load(DraftWords::LENGTH));
         let rows = p.rows.count.load(0).min(MAX_DECODE_ROWS);
         let continues = p.number < chained && rows > 0;
@@ -374,7 +382,9 @@ pub unsafe fn next_draft(p: NextDraft) {
                 p.words.store(DraftWords::CHAINED, p.number);
             }
             p.rows.count.store(0, more as u32);
-            p.noted.store(Wanted::ROW, if more { 0 } else { Wanted::NO_ROW });
+            if has_rows {
+                p.noted.store(Wanted::ROW, if more { 0 } else { Wanted::NO_ROW });
+            }
             if more {
                 p.rows.tokens.store(0, token);
                 p.rows.positions.store(0, length + p.number - p.shift);

@@ -78,7 +78,17 @@ pub struct NoteLogits {
 pub unsafe fn note_logits(p: NoteLogits) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
+        note_rows(&p);
+    }
+}
+
+/// The same, as part of a launch: whether this CTA has noted the last of its rows. All of its threads see the note then.
+#[inline(always)]
+pub(crate) unsafe fn note_rows(p: &NoteLogits) -> bool {
+    // SAFETY: the caller's word.
+    unsafe {
         let (mut noted, teams, _) = p.split.team();
+        let mut is_noted = false;
         while noted < p.noted {
             let (_, _, team) = p.split.team();
             let wanted = p.wanted.at(noted as usize * Wanted::WORDS);
@@ -92,22 +102,23 @@ pub unsafe fn note_logits(p: NoteLogits) {
                 logits: logits.at(wanted.load(Wanted::ROW) as usize * vocab as usize),
                 slice: team.slice(vocab),
             };
-            note(team, row, wanted.load(Wanted::TOP), p.notes.at(noted as usize * Note::WORDS));
+            is_noted = note(team, row, wanted.load(Wanted::TOP), p.notes.at(noted as usize * Note::WORDS));
             noted += teams;
         }
+        is_noted
     }
 }
 
-/// Notes a row, with its `top` likeliest tokens.
+/// Notes a row, with its `top` likeliest tokens; whether this CTA was the last to have something to do with it.
 #[inline(always)]
-unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) {
+unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) -> bool {
     // SAFETY: the caller's word.
     unsafe {
         let mut among_few = true;
         loop {
             nominate(&mut team, row, top, among_few);
             if !team.is_last() {
-                return;
+                return false;
             }
             let candidates = team.nominated();
             if candidates <= MOST_CANDIDATES {
@@ -115,7 +126,7 @@ unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) {
             }
             team.reset();
             if candidates <= MOST_CANDIDATES {
-                return;
+                return true;
             }
             // As in `sample`.
             team = team.alone();

@@ -1,5 +1,6 @@
 //! Launches of the kernels that work on rows of logits: the sampler, and what log-probabilities are made of.
 
+use gpu_kernels::draft_model::{self, NextDraft};
 use gpu_kernels::logprobs::{self, NoteLogits};
 use gpu_kernels::sample::{self, CTAS_PER_SM, MOST_VOCAB, SCRATCH_WORDS, SHARED_BYTES, Sample, SampleEach, Split};
 use model::Config;
@@ -81,5 +82,19 @@ impl Sampler {
         let params = NoteLogits { split, ..params };
         // SAFETY: as above.
         unsafe { self.device.launch_cooperative::<logprobs::note_logits>(grid, SHARED_BYTES, params) }
+    }
+
+    /// Enqueues [`next_draft`](draft_model::next_draft), likewise.
+    ///
+    /// # Safety
+    /// As for [`enqueue`](Self::enqueue).
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub unsafe fn enqueue_draft(&self, params: NextDraft) -> Result<(), Error> {
+        let (grid, split) = self.split(params.note.noted);
+        let params = NextDraft { note: NoteLogits { split, ..params.note }, ..params };
+        // SAFETY: as above.
+        unsafe { self.device.launch_cooperative::<draft_model::next_draft>(grid, SHARED_BYTES, params) }
     }
 }

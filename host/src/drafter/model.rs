@@ -377,6 +377,7 @@ impl ModelDrafter {
             noted: 1,
         };
         let next = NextDraft {
+            note,
             state: at.state(),
             words: self.words.ptr_mut(),
             rows: self.forward.rows(),
@@ -388,10 +389,7 @@ impl ModelDrafter {
             shift: self.shift(),
         };
         // SAFETY: as for the plan.
-        unsafe {
-            self.sampler.enqueue_notes(note)?;
-            at.device().launch_early::<draft_model::next_draft>(1, 0, next)
-        }
+        unsafe { self.sampler.enqueue_draft(next) }
     }
 }
 
