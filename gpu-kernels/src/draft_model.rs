@@ -320,8 +320,8 @@ pub unsafe fn plan_draft(p: PlanDraft) {
     }
 }
 
-/// Parameters of [`next_draft`]. Cooperative; grid and shared memory: as [`note_logits`](logprobs::note_logits)'s, of one
-/// row.
+/// Parameters of [`next_draft`]. Cooperative; grid and shared memory: as [`note_logits`](logprobs::note_logits)'s, of
+/// one row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NextDraft {
@@ -347,8 +347,8 @@ pub struct NextDraft {
     pub shift: u32,
 }
 
-/// Notes what a pass says behind its last row, if it has rows, proposes the best token there, and makes it the row of the
-/// next. A token that the model does not have, or none for want of finite logits, ends the chain.
+/// Notes what a pass says behind its last row, if it has rows, proposes the best token there, and makes it the row of
+/// the next. A token that the model does not have, or none for want of finite logits, ends the chain.
 #[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn next_draft(p: NextDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -82,7 +82,8 @@ pub unsafe fn note_logits(p: NoteLogits) {
     }
 }
 
-/// The same, as part of a launch: whether this CTA has noted the last of its rows. All of its threads see the note then.
+/// The same, as part of a launch: whether this CTA has noted the last of its rows. All of its threads see the note
+/// then.
 #[inline(always)]
 pub(crate) unsafe fn note_rows(p: &NoteLogits) -> bool {
     // SAFETY: the caller's word.
