@@ -9,7 +9,7 @@ use cuda_std::{mma, shared, thread, warp};
 
 use super::attention::LAYOUT;
 use super::consumer::Consumer;
-use super::{DecodeStep, PATHS, TREE};
+use super::{DecodeStep, PATHS};
 use crate::attention::{
     Attend, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, add_eight, eight_values, key_chunk, keys_from, score_tiles,
     weigh,
@@ -186,11 +186,11 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         unsafe {
             let root = self.first_position();
             // The first row's are all rows', where no paths part.
-            let end = if ROWS == TREE && first + WARP_KEYS > root + 1 { rows.end } else { rows.first + 1 };
+            let end = if first + WARP_KEYS > root + 1 { rows.end } else { rows.first + 1 };
             let (mut sums, mut row) = ([[0f32; 4]; N], rows.first);
             while row < end {
                 thread::keep_rolled();
-                let slot = if ROWS == TREE { slot(path(row), root, first + lane) } else { first + lane };
+                let slot = slot(path(row), root, first + lane);
                 let values = eight_values(LAYOUT, page_of(&self.ring, pages, slot), slot % PAGE_TOKENS);
                 unroll!(J < N of 8; {
                     let found = add_eight(weights, values(n + J as u32));
