@@ -287,7 +287,13 @@ impl Forward {
                 norm_before_residual: pairs.inputs.norm_before_residual.into(),
                 own: matches!(begin, Begin::Own).into(),
             };
-            self.device.launch_early::<eagle::make_pairs>((1, most_rows), MakePairs::SHARED_BYTES, make)?;
+            let (grid, shared) = ((1, most_rows), MakePairs::SHARED_BYTES);
+            if most_rows <= MAX_DECODE_ROWS {
+                self.device.launch_early::<eagle::make_pairs>(grid, shared, make)?;
+            } else {
+                // Blocks of a launch that begins early are to be there together.
+                self.device.launch::<eagle::make_pairs>(grid, shared, make)?;
+            }
             if let Some(decode) = decode {
                 return self.enqueue_decode_kernel(decode, pass.rows, (most_rows, rows));
             }
