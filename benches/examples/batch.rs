@@ -8,8 +8,8 @@
 //! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
 //! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
 //!
-//! With `plain` among them no pages are packed. With `launches`, decode steps and prompts go through the launches that
-//! other cards than Hopper run; with `sequences=512` or another number, so many run at once, where there are so many.
+//! With `plain` among them no pages are packed. With `launches`, decode steps and prompts go the unfused path, as on
+//! other cards than Hopper; with `sequences=512` or another number, so many run at once, where there are so many.
 //!
 //! A table, then a line of JSON with the names of docs/benchmarks.
 

@@ -275,6 +275,9 @@ pub struct KernelArgs {
     /// Run the kernels of this level, sm_80, sm_90 or sm_90a, for tests of what other cards do [default: the card's]
     #[arg(long, value_name = "LEVEL", hide_short_help = true)]
     pub level: Option<Level>,
+    /// With kernels of sm_80 or sm_90, use no more shared memory of a CTA than so many bytes, such as 99KiB: likewise
+    #[arg(long, value_name = "SIZE", value_parser = bench::shared_memory, hide_short_help = true)]
+    pub shared_memory: Option<u32>,
     /// On Hopper and the emulator, run a decode step as a launch for each operator, for comparison
     #[arg(long, hide_short_help = true)]
     pub unfused: bool,
@@ -283,9 +286,10 @@ pub struct KernelArgs {
 impl KernelArgs {
     /// How a device is opened for them.
     pub fn options(&self) -> DeviceOptions {
-        let Self { kernels, level, unfused } = self;
+        let Self { kernels, level, shared_memory, unfused } = self;
         let kernels = kernels.as_ref().map(trusted);
-        DeviceOptions { level: *level, unfused: *unfused, kernels, ..DeviceOptions::default() }
+        let (level, shared_bytes, unfused) = (*level, *shared_memory, *unfused);
+        DeviceOptions { level, shared_bytes, unfused, kernels, ..DeviceOptions::default() }
     }
 }
 

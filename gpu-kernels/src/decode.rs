@@ -1,7 +1,8 @@
 //! A decode step's forward pass in one launch: memory is read without a pause.
 //!
 //! Decode is bound by reading every weight, and every key and value, once a step. Launch by launch, memory idles at
-//! every boundary; here one cooperative launch of a block on each SM runs all layers:
+//! every boundary; here one cooperative launch of a persistent, warp-specialised kernel, a block on each SM, runs all
+//! layers:
 //!
 //! ```text
 //! warp 9        the norm's factor, if there is one row
@@ -36,6 +37,8 @@ mod heads;
 mod kernels;
 mod producer;
 mod sequences;
+#[cfg(not(cuda_arch = "sm_90a"))]
+mod short;
 mod tree;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod wide;
@@ -47,7 +50,7 @@ use cuda_std::tensor::TensorMap;
 use cuda_std::wgmma;
 use cuda_std::{Global, GlobalMut, bf16, bulk, shared, thread, warp};
 
-use crate::attention::Attend;
+use crate::attention::{Attend, SPLIT};
 use crate::eagle::{EagleStep, Taps};
 use crate::exchange::Exchange;
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -65,13 +68,22 @@ pub(crate) use consumer::{OfFragments, Products};
 pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
 pub use kernels::*;
 use producer::{Units, produce};
+#[cfg(not(cuda_arch = "sm_90a"))]
+pub use short::{decode_sequences_short, decode_short, decode_tree_short};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use wide::{decode_16_wide, decode_16_wide_lossless, decode_tree_wide, decode_tree_wide_lossless};
 
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
-pub const SHARED_BYTES: u32 = PATHS + MAX_DECODE_ROWS * 8;
+pub const SHARED_BYTES: u32 = shared_bytes(STAGES);
+/// The same of the kernels with a [short ring](short): all that a block of compute capability 12.0 may have.
+pub const SHORT_SHARED_BYTES: u32 = shared_bytes(SHORT_STAGES);
+
+/// The same with a ring of so many stages, whether it comes first or last.
+const fn shared_bytes(stages: u32) -> u32 {
+    (PATHS_END - SCRATCH).next_multiple_of(1024) + stages * CHUNK_BYTES
+}
 
 const WARPS: u32 = 8;
 // What the rows of a step are to each other.
@@ -88,14 +100,23 @@ const ANY: u8 = 0;
 const NARROW: u8 = 1;
 /// Those.
 const WIDE: u8 = 2;
-const STAGES: u32 = 12;
-const RING: Shape = Shape { start: 0, stages: STAGES, bytes: CHUNK_BYTES, barriers: SCRATCH + SCRATCH_BYTES };
+/// Stages of the ring.
+pub(crate) const STAGES: u32 = 12;
+/// The same where a block has less shared memory: a split's keys, or its values.
+const SHORT_STAGES: u32 = SPLIT_PAGES;
+/// Pages of a split.
+const SPLIT_PAGES: u32 = SPLIT / PAGE_TOKENS;
+/// Whether the ring comes first in shared memory, and not last, where it may be shorter. Hopper's kernels have no
+/// register to spare for where it begins.
+const RING_IS_FIRST: bool = cfg!(cuda_arch = "sm_90a");
 /// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention. It
 /// begins where `wgmma` may read queries.
-const SCRATCH: u32 = STAGES * CHUNK_BYTES;
+const SCRATCH: u32 = if RING_IS_FIRST { STAGES * CHUNK_BYTES } else { 0 };
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
+/// The ring's.
+const BARRIERS: u32 = SCRATCH + SCRATCH_BYTES;
 /// Each row's norm factor. Of one row: the sequence flag of the squares that the factor is asked of, then the factor.
-const FACTORS: u32 = RING.end();
+const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
 /// How many arrivals the grid barrier had counted when the last one ended.
@@ -104,6 +125,13 @@ const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
 const UNITS: u32 = ARRIVALS + 8;
 /// The words of the rows' paths; of several sequences, each row's position, and where the rows of its sequence end.
 const PATHS: u32 = UNITS + 32;
+const PATHS_END: u32 = PATHS + MAX_DECODE_ROWS * 8;
+
+/// The ring of so many stages.
+const fn ring(stages: u32) -> Shape {
+    let start = if RING_IS_FIRST { 0 } else { PATHS_END.next_multiple_of(1024) };
+    Shape { start, stages, bytes: CHUNK_BYTES, barriers: BARRIERS }
+}
 
 /// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the
 /// weights were [laid out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
@@ -370,13 +398,13 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ROWS: 
 ) {
     // SAFETY: the caller's word.
     unsafe {
-        let thread = thread::thread_idx_x();
+        let (thread, shape) = (thread::thread_idx_x(), ring(F::RING_STAGES));
         let mut last = 0;
         if ROWS == SEQUENCES && thread < 32 {
             last = sequences::bring(p, count);
         }
         if thread == 0 {
-            Ring::init(RING, WARPS);
+            Ring::init(shape, WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
             let units =
@@ -400,11 +428,11 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ROWS: 
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
-            Consumer::<ROWS>::new(p, count, flag).run::<F, TILES, ONE, WIDTH>();
+            Consumer::<ROWS>::new(p, count, flag, shape).run::<F, TILES, ONE, WIDTH>();
         } else {
             give_registers();
             if warp_id == WARPS {
-                produce::<F, ROWS>(p, ONE);
+                produce::<F, ROWS>(p, ONE, shape);
             } else if ONE && warp_id == WARPS + 1 {
                 consumer::factors(p);
             }
@@ -426,9 +454,10 @@ fn give_registers() {
     wgmma::give_registers::<24>();
 }
 
-// What a block of an H100 may have, and that a wave's partial sums fit.
-const _: () = assert!(SHARED_BYTES <= 232_448 && consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
-const _: () = assert!(SCRATCH.is_multiple_of(1024) && RING.barriers.is_multiple_of(8));
+// What a block may have of compute capability 9.0, and of 12.0; and that a wave's partial sums fit.
+const _: () = assert!(SHARED_BYTES <= 227 << 10 && SHORT_SHARED_BYTES <= 99 << 10);
+const _: () = assert!(consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
+const _: () = assert!(SCRATCH.is_multiple_of(1024) && BARRIERS.is_multiple_of(8));
 const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);
 /// Slices of 16 × 64 bf16, two of each split-K partial.
 const _: () = assert!(SLICE_BYTES * SLICES == CHUNK_BYTES && SLICES == 2 * K_PARTIALS);

@@ -2,8 +2,8 @@
 //! sums.
 //!
 //! # Shape of the work
-//! A block of three warpgroups stays on its SM and takes tiles of [`TILE_ROWS`] = 128 rows × `N` = 128, 192 or 256
-//! features, one after another:
+//! The kernel is persistent and warp-specialised: a block of three warpgroups stays on its SM and takes tiles of
+//! [`TILE_ROWS`] = 128 rows × `N` = 128, 192 or 256 features, one after another:
 //!
 //! ```text
 //! warpgroup 2   one lane: x [128 × 64] by TMA, w [N × 64] by bulk copies ──► ring of stages; runs ahead, across tiles

@@ -158,7 +158,7 @@ pub fn is_ready(workspace: &[u64]) -> bool {
 /// Blocks for a batch whose longest text has `longest` tokens, on a device with `sms`. Results do not depend on it.
 ///
 /// A tile or two for each block, spread over as many SMs as have something to read: a block that reads for many warps
-/// is held up by its own instructions. Half of the SMs while what is read is little beside the grid barriers of blocks,
+/// is held up by its own instructions. Half of the SMs while what is read is little beside the arrivals of blocks,
 /// which cost more the more there are. The smallest batches are one block's, which waits for no other.
 pub const fn blocks<T: Token>(batch: u32, longest: u32, sms: u32) -> u32 {
     let tiles = tiles::<T>(longest) * batch as u64;
@@ -189,7 +189,7 @@ pub const fn together<T: Token>(batch: u32, longest: u32, sms: u32) -> bool {
     batch <= TOGETHER && batch <= sms && tiles::<T>(longest) * (sms - batch) as u64 <= WAITED_TILES * sms as u64
 }
 
-/// Tiles that a block reads in the time by which the other launch's grid barriers take longer.
+/// Tiles that a block reads in the time by which the other launch's arrivals take longer.
 const WAITED_TILES: u64 = 66;
 
 /// Tiles of a text of `longest` tokens.

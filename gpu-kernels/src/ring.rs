@@ -1,4 +1,4 @@
-//! A pipeline in shared memory: a ring of stages that producer warps fill by TMA and consumer warps read.
+//! A ring of pipeline stages in shared memory, which producer warps fill by TMA and consumer warps read.
 //!
 //! Stages lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that
 //! it is free.
@@ -209,6 +209,12 @@ impl Ring {
         self.stage = warp::shuffle_idx(self.stage, lane);
         self.parity = warp::shuffle_idx(self.parity, lane);
         self
+    }
+
+    /// How many stages there are.
+    #[inline(always)]
+    pub const fn stages(&self) -> u32 {
+        self.shape.stages
     }
 
     /// `n` stages on, a turn at most.

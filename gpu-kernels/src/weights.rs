@@ -32,7 +32,7 @@ pub(crate) use e4m3::E4m3;
 pub use lossless::Lossless;
 pub(crate) use quantized::{Fp8, Int4, Quantized};
 
-use crate::decode::{DecodeStep, OfFragments, Products};
+use crate::decode::{self, DecodeStep, OfFragments, Products};
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
@@ -57,6 +57,9 @@ pub(crate) trait WeightFormat: Copy {
 
     /// How many maps there are of the weights, as TMA reads them.
     const MAPS: usize;
+
+    /// Stages of the ring that they come through.
+    const RING_STAGES: u32 = decode::STAGES;
 
     /// How many stages may be under way for each one of [`Plain`].
     const UNDER_WAY: u32 = 1;
@@ -92,11 +95,12 @@ pub(crate) trait FragmentFormat: WeightFormat {
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
 }
 
-/// bf16, as core matrices.
+/// bf16, as core matrices, through a ring of so many stages.
 #[derive(Clone, Copy)]
-pub(crate) struct Plain;
+pub(crate) struct Plain<const STAGES: u32 = { decode::STAGES }>;
 
-impl WeightFormat for Plain {
+impl<const STAGES: u32> WeightFormat for Plain<STAGES> {
+    const RING_STAGES: u32 = STAGES;
     type Products = OfFragments;
     type Head = Self;
     const MAPS: usize = 0;
@@ -108,7 +112,7 @@ impl WeightFormat for Plain {
     }
 }
 
-impl FragmentFormat for Plain {
+impl<const STAGES: u32> FragmentFormat for Plain<STAGES> {
     const COSTLY: bool = false;
 
     #[inline(always)]
@@ -140,7 +144,7 @@ impl FragmentFormat for Plain {
     }
 }
 
-impl Plain {
+impl<const STAGES: u32> Plain<STAGES> {
     /// Starts the copies of an N-tile's chunk of this stream.
     #[inline(always)]
     unsafe fn fill_from(stream: Global<bf16>, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {

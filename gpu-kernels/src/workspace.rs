@@ -11,7 +11,7 @@ use crate::qkv::{Heads, SplitHeads};
 use crate::step::Rows;
 
 /// A part of the parameters of [`decode`](crate::decode::DecodeStep) and [`batched`](crate::batched::BatchedStep).
-/// Activations lie in the order that the kernel's own products read them in.
+/// Activations lie in the order that the kernel's own GEMMs read them in.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Workspace {
@@ -60,7 +60,7 @@ impl Workspace {
         Embed { rows: self.rows, table: self.embed, residual: self.residual, norm, vocab: self.vocab }
     }
 
-    /// The norm that a product's input has yet to be divided by.
+    /// The norm that a GEMM's input has yet to be divided by.
     #[inline(always)]
     pub(crate) fn norm(&self) -> Norm {
         self.residual.norm(self.eps)

@@ -250,7 +250,7 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
             world.guess = Buffer::from_slice(&drafts);
         }
         world.guess_rows = Buffer::from_slice(&[if finished { 0 } else { 1 + guess.len() as i32 }]);
-        // A split-K partial that a token ended which is none has run one draft more than is counted.
+        // A chain that a token ended which is none has run one draft more than is counted.
         let (before, agreed) = (world.text.len() - newest, same(&chain, came));
         let valid = if chain.is_empty() || shift == 1 { cached } else { before + agreed.min(chain.len() - 1) };
         assert!(valid <= same(&world.cache, &world.text[shift..]).min(world.text.len() - 1 - shift));

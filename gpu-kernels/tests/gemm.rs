@@ -400,7 +400,7 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -
 
 #[test]
 fn sums_are_those_of_few_rows_to_the_last_bit() {
-    // More slots than the ring has, split-K partials of unequal length, and 40 spans of a row.
+    // More K-slices than the ring has stages, split-K partials of unequal length, and 40 spans of a row.
     for (m, n, k) in [(50, 384, 640), (64, 128, 5120)] {
         let mut case = Case::new(m, n, k);
         let n_tiles: Vec<f32> =

@@ -37,6 +37,8 @@ pub struct Decode {
     grid: u32,
     /// Whether steps may be for a kernel of wide attention: see [`DecodeStep::has_wide`].
     has_wide: bool,
+    /// Whether there is only shared memory for a short ring.
+    has_short_ring: bool,
 }
 
 /// Which kernel runs a step's rows.
@@ -58,6 +60,17 @@ enum Rows {
     ManyWide,
     /// A tree, likewise.
     TreeWide,
+}
+
+/// The same, with a short ring.
+#[derive(Clone, Copy)]
+enum ShortRows {
+    /// Any that follow each other.
+    Chain,
+    /// Those that may be a tree.
+    Tree,
+    /// Each of a sequence of its own.
+    Sequences,
 }
 
 /// The weights that a step reads.
@@ -99,6 +112,10 @@ impl Decode {
         if !device.has_decode_kernel() {
             return Ok(None);
         }
+        let has_short_ring = !device.has_full_ring();
+        if has_short_ring && !matches!(weights.compact, Compact::None) {
+            return Ok(None);
+        }
         let norms = weights.layers.iter().flat_map(|layer| {
             // As `DecodeStep::norms` has them.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
@@ -136,6 +153,7 @@ impl Decode {
             qkv_inputs: inputs,
             grid,
             has_wide,
+            has_short_ring,
         }))
     }
 
@@ -162,9 +180,10 @@ impl Decode {
         self.words.write(0, &[u64::from(u32::MAX - DecodeStep::flags(config.num_hidden_layers as u32))])
     }
 
-    /// Where blocks exchange a single row, for a launch that puts out what the first matrix takes in.
-    pub(crate) fn exchange(&self) -> Exchange {
-        self.exchange
+    /// Where blocks exchange a single row, for a launch that puts out what the first matrix takes in; none where a
+    /// single row goes the way of several.
+    pub(crate) fn exchange(&self) -> Option<Exchange> {
+        (!self.has_short_ring).then_some(self.exchange)
     }
 
     /// The rank of the best token after each row, once a step is done.
@@ -204,6 +223,15 @@ impl Decode {
             has_wide: self.has_wide.into(),
             ..step
         };
+        if self.has_short_ring {
+            let rows = match most.1 {
+                RowsOf::Sequences => ShortRows::Sequences,
+                _ if !step.work.rows.paths.is_null() => ShortRows::Tree,
+                _ => ShortRows::Chain,
+            };
+            // SAFETY: the caller's word.
+            return unsafe { self.launch_short(device, rows, step) };
+        }
         let several = match most {
             (0 | 1, _) => None,
             (2..=8, RowsOf::Sequences) => Some(Rows::FewSequences),
@@ -226,6 +254,22 @@ impl Decode {
             unsafe { self.launch(device, rows, step)? };
         }
         Ok(())
+    }
+
+    /// Enqueues the kernel with a short ring for such rows.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    unsafe fn launch_short(&self, device: &Device, rows: ShortRows, step: DecodeStep) -> Result<(), Error> {
+        let (grid, shared) = (self.grid, decode::SHORT_SHARED_BYTES);
+        // SAFETY: the caller's word.
+        unsafe {
+            match rows {
+                ShortRows::Chain => device.launch_cooperative::<decode::decode_short>(grid, shared, step),
+                ShortRows::Tree => device.launch_cooperative::<decode::decode_tree_short>(grid, shared, step),
+                ShortRows::Sequences => device.launch_cooperative::<decode::decode_sequences_short>(grid, shared, step),
+            }
+        }
     }
 
     /// Enqueues the kernel for such rows.

@@ -478,7 +478,7 @@ impl Forward {
     }
 
     /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows with the logits of all of them: in one launch
-    /// where there is a stream, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
+    /// where there is a decode kernel, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
     ///
     /// # Safety
     /// The [decode kernel](Self::decode)'s counters are zero when it begins, if there is one: a planning kernel sees to

@@ -42,7 +42,7 @@ impl Kept {
     /// # Errors
     /// As [`of`](Self::of).
     pub(crate) fn coded(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Self>, Error> {
-        if !device.capabilities().has_decode_kernel() || device.options().lossless == Some(false) {
+        if !device.capabilities().has_full_ring() || device.options().lossless == Some(false) {
             return Ok(None);
         }
         let coding = Coding::of(&checkpoint.weights()?).filter(|coding| coding.is_for(device));
@@ -79,13 +79,13 @@ impl Kept {
     /// to be quicker. The emulator has no memory of its own that would be saved.
     pub(crate) fn packs(device: &Device, config: &Config) -> bool {
         let pays = || Self::packing_pays(config, device.capabilities()) && !device.is_emulator();
-        device.has_decode_kernel() && device.options().lossless.unwrap_or_else(pays)
+        device.has_full_ring() && device.options().lossless.unwrap_or_else(pays)
     }
 
     /// Whether decode steps on such a card are quicker with weights packed without loss.
     pub fn packing_pays(config: &Config, card: &Capabilities) -> bool {
         let of_layer = Stream::bytes(config, false) / config.num_hidden_layers as u64;
-        card.has_decode_kernel() && of_layer >= card.tuning().lossless_from
+        card.has_full_ring() && of_layer >= card.tuning().lossless_from
     }
 
     /// The same without bf16 weights beside.

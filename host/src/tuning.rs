@@ -72,7 +72,7 @@ pub struct GemmTuning {
     pub whole_cluster_rows: u32,
     /// Rows of a band of tiles, which are walked together so that L2 has what they share: of blocks, and of clusters.
     pub band_rows: [u32; 2],
-    /// Products of more input features than this begin no launch early on more than half of the card.
+    /// GEMMs of more input features than this begin no launch early on more than half of the card.
     pub long_chain: u32,
 }
 

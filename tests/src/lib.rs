@@ -234,7 +234,7 @@ pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -
     upload().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: in one streamed launch, launch by launch, and by
+/// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: by the decode kernel, by the unfused path, and by
 /// the kernels for many sequences.
 ///
 /// # Panics
@@ -303,8 +303,8 @@ pub fn decode_unfused_and_batched(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of rows of many sequences, `[rows, vocab]`: by the launches, by the kernels for many sequences, and by
-/// those with products as launches; and by the decode kernel, where they are so few, or the second again. `positions`
+/// The logits of rows of many sequences, `[rows, vocab]`: by the unfused path, by the kernels for many sequences, and
+/// by those with GEMMs as launches; and by the decode kernel, where they are so few, or the second again. `positions`
 /// are those of each sequence's rows; keys and values before them are made up.
 ///
 /// # Panics

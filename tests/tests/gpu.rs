@@ -36,11 +36,13 @@ type Test = fn(&DeviceOptions) -> Result<(), Failed>;
 type OpeningTest = fn() -> Result<(), Failed>;
 
 /// The ways to open a card that tests run in, with what their names begin with.
-fn ways() -> [(&'static str, DeviceOptions); 4] {
+fn ways() -> [(&'static str, DeviceOptions); 5] {
+    let after_hopper = DeviceOptions { level: Some(Level::Sm90), ..DeviceOptions::default() };
     [
         ("", DeviceOptions::default()),
         ("unfused::", DeviceOptions { unfused: true, ..DeviceOptions::default() }),
-        ("after_hopper::", DeviceOptions { level: Some(Level::Sm90), ..DeviceOptions::default() }),
+        ("after_hopper::", after_hopper.clone()),
+        ("short_ring::", DeviceOptions { shared_bytes: Some(99 << 10), ..after_hopper }),
         ("portable::", DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() }),
     ]
 }

@@ -58,9 +58,9 @@ const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 960);
 /// The one kernel, for measurements alone, whose products ptxas has wait for each other for want of registers.
 const WAITING: &str = "gemm_plain_n192";
 
-/// ptxas's report of a text for which no machine code was made.
-fn assemble(image: &Image) -> String {
-    let Image { arch, module, ptx, .. } = image;
+/// ptxas's report of a text, as machine code for `arch` is made of it.
+fn assemble(image: &Image, arch: &str) -> String {
+    let Image { module, ptx, .. } = image;
     let folder = std::env::temp_dir().join(format!("warpdraft-ptx-{}-{arch}-{module}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let file = folder.join("kernels.ptx");
@@ -103,7 +103,7 @@ fn no_kernel_spills_or_uses_local_memory_but_those_named() {
 fn spills_are_named(image: &Image) {
     let Image { arch, module, ptx, layouts, .. } = image;
     let kernels = ptx.matches(".visible .entry ").count();
-    let report = image.report.map_or_else(|| assemble(image), str::to_owned);
+    let report = image.report.map_or_else(|| assemble(image, arch), str::to_owned);
     let report = stacks(arch, &report);
     assert_eq!(report.len(), kernels, "{module} for {arch}");
     assert_eq!(layouts.len(), kernels, "{module} for {arch}");
@@ -124,6 +124,16 @@ fn spills_are_named(image: &Image) {
         }
         assert_eq!(line, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{kernel} for {arch}");
     }
+}
+
+/// What cards after Hopper load, of which the driver makes machine code there.
+#[test]
+fn kernels_of_sm_90_are_good_for_cards_after_it() {
+    let image = images().find(|image| image.arch == "sm_90" && image.module == MAIN).unwrap();
+    ["sm_100", "sm_120"].into_par_iter().for_each(|arch| {
+        let kernels = stacks(arch, &assemble(image, arch)).len();
+        assert_eq!(kernels, image.layouts.len(), "{arch}");
+    });
 }
 
 /// The kernels of a module, by the text.
@@ -168,11 +178,17 @@ fn the_main_module_has_what_answers_need_and_no_more() {
         "ngram_match_mixed_i32",
     ];
     let from_90 = ["decode_1", "decode_16_lossless", "decode_tree", "decode_8_sequences_int4", "pack_weights"];
+    let after_hopper = ["decode_short", "decode_tree_short", "decode_sequences_short"];
     let of_hopper = ["decode_1_e4m3", "batched_64", "batched_128", "prefill_attention", "pack_pages"];
     assert!(IMAGES.iter().all(|image| image.module == MAIN) && benches::MODULES.iter().all(|i| i.module == "bench"));
     for arch in ["sm_80", "sm_90", "sm_90a"] {
         let (main, bench) = (kernels(arch, "main"), kernels(arch, "bench"));
-        let wanted = [(&of_all[..], true), (&from_90, arch != "sm_80"), (&of_hopper, arch == "sm_90a")];
+        let wanted = [
+            (&of_all[..], true),
+            (&from_90, arch != "sm_80"),
+            (&after_hopper, arch == "sm_90"),
+            (&of_hopper, arch == "sm_90a"),
+        ];
         for (kernels, are_there) in wanted {
             for kernel in kernels {
                 assert_eq!(main.contains(kernel), are_there, "{kernel} in the main module for {arch}");

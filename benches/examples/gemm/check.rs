@@ -152,7 +152,7 @@ fn check_two_queues(device: &Device) -> Result<()> {
         let mut out = vec![bf16::ZERO; want.out.len()];
         product.out.read(0, &mut out)?;
         if out != want.out {
-            return Err(format!("plain {m} x {n} x {k}: eights on two queues differ").into());
+            return Err(format!("plain {m} x {n} x {k}: clusters of 4 x 2 on two queues differ").into());
         }
     }
     println!("two queues at once: all products agree");

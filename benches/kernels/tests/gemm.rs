@@ -42,7 +42,7 @@ impl Case {
         self.launch(|params, seed| run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), seed, params))
     }
 
-    /// Eights on `blocks` blocks for the features up to `border`, and pairs for the others.
+    /// Clusters of 4 × 2 on `blocks` blocks for the features up to `border`, and of 2 × 1 for the others.
     fn run_beside(&self, blocks: u32, border: u32) -> Vec<bf16> {
         self.launch(|params, seed| {
             // The GEMM before was number 6.

@@ -63,6 +63,9 @@ pub struct BenchRunArgs {
     /// Run the kernels of this level, sm_80, sm_90 or sm_90a [default: the card's]
     #[arg(long, value_name = "LEVEL", hide_short_help = true, global = true)]
     pub level: Option<Level>,
+    /// With kernels of sm_80 or sm_90, use no more shared memory of a CTA than so many bytes, such as 99KiB
+    #[arg(long, value_name = "SIZE", value_parser = shared_memory, hide_short_help = true, global = true)]
+    pub shared_memory: Option<u32>,
     /// On Hopper and the emulator, run a decode step as a launch for each operator
     #[arg(long, hide_short_help = true, global = true)]
     pub unfused: bool,
@@ -86,9 +89,10 @@ pub struct BenchRunArgs {
 impl BenchRunArgs {
     /// How the device is opened for them.
     pub fn options(&self) -> DeviceOptions {
-        let Self { kernels, level, unfused, weights, .. } = self;
+        let Self { kernels, level, shared_memory, unfused, weights, .. } = self;
         DeviceOptions {
             level: *level,
+            shared_bytes: *shared_memory,
             unfused: *unfused,
             lossless: weights.lossless,
             kernels: kernels.as_ref().map(trusted),
@@ -235,6 +239,11 @@ fn bytes(text: &str) -> Result<u64, String> {
         Some(0) => Err("it must be 1 or more".into()),
         Some(bytes) => Ok(bytes),
     }
+}
+
+/// Bytes that a CTA may have.
+pub fn shared_memory(text: &str) -> Result<u32, String> {
+    bytes(text)?.try_into().map_err(|_| "it must be less than 4GiB".into())
 }
 
 /// Two numbers, such as `4096x6144`.

@@ -276,7 +276,7 @@ pub unsafe fn send_end(ring: &Ring) {
     }
 }
 
-/// A warp gives a page back. The others have no use for it: its two warps do it for all.
+/// A warp releases a page. The others have no use for it: its two warps do it for all.
 #[inline(always)]
 unsafe fn release(stage: &Ring, lane: u32) {
     // SAFETY: the caller's word.

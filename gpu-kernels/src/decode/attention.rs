@@ -5,10 +5,12 @@ use core::ops::Range;
 
 use cuda_std::{bf16, bulk, shared, thread, warp};
 
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+use super::WIDE;
 use super::consumer::{Consumer, pair_with_next, sync};
-use super::producer::{Share, Units};
+use super::producer::{Share, Units, is_short};
 use super::tree::PairRows;
-use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, WIDE, sequences};
+use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
     add_values, combine_by_warp, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
@@ -98,7 +100,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
-            while let Some(share) = units.take::<ROWS>(p.work.kv_heads) {
+            while let Some(share) = units.take::<ROWS>(p.work.kv_heads, &self.ring) {
                 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
                 if WIDTH == WIDE {
                     self.share_of_all::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
@@ -225,6 +227,8 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles, .. } = share;
             let mut tile = tiles.start;
+            // Rows whose values are put into the ring when keys have left it.
+            let mut later = 0..0;
             while tile < tiles.end {
                 if (tile - tiles.start).is_multiple_of(TILES) {
                     let batch = tile..tiles.end.min(tile + TILES);
@@ -253,6 +257,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                             self.stage(layer);
                             sync();
                         }
+                        if is_short(&self.ring) {
+                            later = own.clone();
+                        }
                         self.vectors::<VECTORS, ONE, false>(layer, share, (group, tile_rows), fresh, own, warp_id);
                         sync();
                     }
@@ -266,13 +273,13 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 if if ONE { here.pairs <= QUARTER } else { ROWS != TREE && tile_rows * group.value <= QUARTER } {
                     tile += 1;
                     let is_end = tile == tiles.end;
-                    self.attend_few::<ONE>(attend, layer, &here, (first % TILES, pages), is_end);
+                    self.attend_few::<ONE>(attend, layer, &here, (first % TILES, pages, later.clone()), is_end);
                     if !is_end || !is_last {
                         sync();
                     }
                 } else {
                     // A share's first tiles wait for what the ring brings.
-                    let wait = first == tiles.start;
+                    let wait = (first == tiles.start).then(|| later.clone());
                     if !ONE && first + 1 < tiles.end {
                         tile += 2;
                         let both = [here, tile_at(first + 1)];
@@ -282,7 +289,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                         self.attend_many::<ONE, 1>(attend, layer, &[here], (first, pages, wait), prepared.places());
                     }
                     if tile == tiles.end {
-                        self.release(2 * pages, lane);
+                        self.release(self.values_after(pages) + pages, lane);
                     }
                 }
                 prepared.staged = false;
@@ -344,24 +351,38 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         attend: &Attend,
         layer: u32,
         tile: &Tile,
-        (slot, pages): (u32, u32),
+        (slot, pages, own): (u32, u32, Range<u32>),
         end: bool,
     ) {
         // SAFETY: the caller's word.
         unsafe {
             let mut found = WarpAttention::NOTHING;
-            if let Some(page) = self.page_of(tile, pages) {
+            // All of the page was loaded.
+            let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+            let values_in = |page: Ring| values_from(LAYOUT, page.offset() + first, WARP_KEYS - 1, tile.lane);
+            if is_short(&self.ring) {
+                let (page, mut weights) = (self.page_of(tile, pages), [SoftmaxWeights::NOTHING]);
+                if let Some(page) = page {
+                    let keys = self.ring.ahead(page);
+                    keys.wait_full();
+                    weights = self.weigh(attend, &[*tile], slot, keys);
+                }
+                self.release_keys(tile, pages, own);
+                sync();
+                if let Some(page) = page {
+                    let values = self.ring.ahead(page);
+                    values.wait_full();
+                    found = add_values(&weights[0], values_in(values));
+                }
+            } else if let Some(page) = self.page_of(tile, pages) {
                 let (keys, values) = (self.ring.ahead(page), self.ring.ahead(pages + page));
                 keys.wait_full();
                 values.wait_full();
-                // All of the page was loaded.
-                let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
-                let values = values_from(LAYOUT, values.offset() + first, WARP_KEYS - 1, tile.lane);
                 let [weights] = self.weigh(attend, &[*tile], slot, keys);
-                found = add_values(&weights, values);
+                found = add_values(&weights, values_in(values));
             }
             if !ONE && end {
-                self.release(2 * pages, tile.lane);
+                self.release(self.values_after(pages) + pages, tile.lane);
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
             let position = self.slots();
@@ -373,15 +394,15 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         }
     }
 
-    /// `N` tiles of more pairs, two at most, from `first` on, likewise; nothing is released. `wait`: for the ring's
-    /// stages. Their weights go to `places`, maybe behind a barrier.
+    /// `N` tiles of more pairs, two at most, from `first` on, likewise; only a short ring's keys are released. With
+    /// `wait` the ring's stages are waited for. Their weights go to `places`, maybe behind a barrier.
     #[inline(always)]
     unsafe fn attend_many<const ONE: bool, const N: usize>(
-        &self,
+        &mut self,
         attend: &Attend,
         layer: u32,
         tiles: &[Tile; N],
-        (first, pages, wait): (u32, u32, bool),
+        (first, pages, wait): (u32, u32, Option<Range<u32>>),
         (places, barrier): ([TileWeights; N], bool),
     ) {
         // SAFETY: the caller's word.
@@ -393,7 +414,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 if ROWS == TREE && !ONE { (root + 1).saturating_sub(tile.split * SPLIT) / WARP_KEYS } else { WARPS };
             // Rows of later tiles may reach keys that these do not.
             let page = tile.first_key() % SPLIT / PAGE_TOKENS;
-            if wait && page < pages {
+            if wait.is_some() && page < pages {
                 self.ring.ahead(page).wait_full();
             }
             let mut weights = [SoftmaxWeights::NOTHING; N];
@@ -415,10 +436,14 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             unroll!(T < N of 2; {
                 places[T].leave(&tiles[T], &weights[T]);
             });
-            if wait {
+            let skip = self.values_after(pages);
+            if let Some(own) = wait {
+                if is_short(&self.ring) {
+                    self.release_keys(tile, pages, own);
+                }
                 // A lane a page: looking takes its time.
                 if tile.lane < pages {
-                    self.ring.ahead(pages + tile.lane).wait_full();
+                    self.ring.ahead(skip + tile.lane).wait_full();
                 }
                 warp::sync_warp();
             }
@@ -427,19 +452,36 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let alike = apart.min(warps) & !1;
             let mut sums = DimSums::<N>::new(places, tile.lane, tile.warp_id);
             sums.add(alike, |warp, n| {
-                let values = self.ring.ahead(pages + warp * WARP_KEYS / PAGE_TOKENS).offset();
+                let values = self.ring.ahead(skip + warp * WARP_KEYS / PAGE_TOKENS).offset();
                 eight_values(LAYOUT, values, warp * WARP_KEYS % PAGE_TOKENS + tile.lane)(n)
             });
             if ROWS == TREE && !ONE {
                 let first = |warp: u32| tile.split * SPLIT + warp * WARP_KEYS;
                 sums.add_apart(alike..warps, |warp, i, weights, n| {
                     let rows = PairRows::of(&tiles[i], 0);
-                    self.add_paths(&rows, (first(warp), pages, tile.lane), weights, n)
+                    self.add_paths(&rows, (first(warp), skip, tile.lane), weights, n)
                 });
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
             let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
             sums.put(attend, tiles, self.slots(), put, keep);
+        }
+    }
+
+    /// Behind how many of the ring's next stages the values are, of as many `pages` as have keys: a [short
+    /// ring](is_short) has released the keys.
+    #[inline(always)]
+    fn values_after(&self, pages: u32) -> u32 {
+        if is_short(&self.ring) { 0 } else { pages }
+    }
+
+    /// Releases so many pages of keys, that values may come; and puts those of the step's `own` rows into them.
+    #[inline(always)]
+    unsafe fn release_keys(&mut self, tile: &Tile, pages: u32, own: Range<u32>) {
+        // SAFETY: the caller's word.
+        unsafe {
+            self.release(pages, tile.lane);
+            self.put_values(tile.kv_head, own, tile.warp_id);
         }
     }
 

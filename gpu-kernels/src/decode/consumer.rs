@@ -13,12 +13,12 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, bf16, shared, thread};
 
 use super::producer::Units;
-use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, RING, WARPS, Walk};
+use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS, Walk};
 use crate::attention::Divisor;
 use crate::embedding::{embed_each, embed_elements};
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::Norm;
-use crate::ring::Ring;
+use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
 use crate::weights::{FragmentFormat, WeightFormat};
@@ -45,7 +45,7 @@ pub struct Consumer<'a, const ROWS: u8> {
     walk: Walk,
 }
 
-/// The 8 consumer warps of a block meet.
+/// The 8 consumer warps of a block synchronise.
 #[inline(always)]
 pub fn sync() {
     thread::sync_named(1, WARPS * 32);
@@ -53,8 +53,8 @@ pub fn sync() {
 
 impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
     #[inline(always)]
-    pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
-        let ring = Ring::consumer(RING);
+    pub fn new(p: &'a DecodeStep, count: u32, flag: u32, shape: Shape) -> Self {
+        let ring = Ring::consumer(shape);
         let (rows, walk) = (Divisor::new(count), Walk::new(thread::grid_dim_x()));
         Self { p, count, flag, turn: 0, ring, rows, walk }
     }

@@ -10,7 +10,7 @@ use cuda_std::{GlobalMut, bf16, shared, thread};
 
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
-use super::producer::Share;
+use super::producer::{Share, is_short};
 use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences};
 use crate::attention::{ALL_PAIRS, Divisor, PAIRS, SPLIT};
 use crate::exchange::{Word, WordKind, Words};
@@ -27,8 +27,8 @@ const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
 impl<const ROWS: u8> Consumer<'_, ROWS> {
-    /// Brings what queries and keys are made with into shared memory; known to all after they next meet. The first warp
-    /// has something else to do when rows are few.
+    /// Brings what queries and keys are made with into shared memory; known to all after the next barrier. The first
+    /// warp has something else to do when rows are few.
     #[inline(always)]
     pub unsafe fn stage(&self, layer: u32) {
         // SAFETY: the caller's word.
@@ -115,9 +115,11 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             };
             let mut values = [[0f32; 4]; VALUES];
             let mut value_asked = [[words.nothing(); 4]; VALUES];
+            // A short ring has their places later.
+            let valued = if is_short(&self.ring) { own.start } else { own.end };
             unroll!(I < VALUES of 2; {
                 let (row, d) = value(I);
-                if row < own.end {
+                if row < valued {
                     if ONE {
                         value_asked[I] = ask(words, value_words(d));
                     } else {
@@ -193,7 +195,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     words.settle(&mut value_asked[I], value_words(d));
                     values[I] = value_asked[I].map(|word| f32::from_bits(word.bits()));
                 }
-                if row < own.end {
+                if row < valued {
                     let (chunk, token) = self.own_place(row, share.pages);
                     let words = pack_value(values[I]);
                     shared::dynamic(chunk.offset() + LAYOUT.chunk(token, d / 8) + d % 8 * 2).store(0, words);
@@ -202,6 +204,23 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     }
                 }
             });
+        }
+    }
+
+    /// Puts the values of `own` rows of this step into their pages, which are the ring's next; they are known to all
+    /// after the next barrier.
+    #[inline(always)]
+    pub unsafe fn put_values(&self, kv_head: u32, own: Range<u32>, warp_id: u32) {
+        let (heads, d) = (self.p.work.heads(), thread::opaque(thread::lane_id()) * 4);
+        let mut row = own.start + warp_id;
+        while row < own.end {
+            // SAFETY: the caller's word.
+            unsafe {
+                let (chunk, token) = self.own_place(row, 0);
+                let words = pack_value(heads.load_value(row, kv_head, d));
+                shared::dynamic(chunk.offset() + LAYOUT.chunk(token, d / 8) + d % 8 * 2).store(0, words);
+            }
+            row += WARPS;
         }
     }
 

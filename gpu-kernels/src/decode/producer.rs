@@ -5,10 +5,10 @@ use core::ops::Range;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, RING, SEQUENCES, UNITS, WIDE, Walk, sequences};
-use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, STAGES, TREE, UNITS, WIDE, Walk, sequences};
+use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, QUARTER, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
-use crate::ring::Ring;
+use crate::ring::{Ring, Shape};
 use crate::weights::WeightFormat;
 
 /// Whether a step of `count` rows is better with wide attention: if its tiles are several, and each block
@@ -162,11 +162,20 @@ impl Units {
         self.next == self.end
     }
 
-    /// The next that share keys and values, of so many key-value heads.
+    /// Whether a tile has few pairs, if rows are [so](super::CHAIN) to each other.
     #[inline(always)]
-    pub fn take<const ROWS: u8>(&mut self, kv_heads: u32) -> Option<Share> {
+    pub const fn are_few<const ROWS: u8>(&self) -> bool {
+        ROWS != TREE && self.tile_rows * self.group.value <= QUARTER
+    }
+
+    /// The next that share keys and values, of so many key-value heads, for which `ring` has room: keys leave a [short
+    /// one](is_short) before the values come, and so do with as many tiles as are weighed together.
+    #[inline(always)]
+    pub fn take<const ROWS: u8>(&mut self, kv_heads: u32, ring: &Ring) -> Option<Share> {
+        let most = if self.are_few::<ROWS>() { 1 } else { 2 };
+        let most = |left: u32| if is_short(ring) { left.min(most) } else { left };
         if ROWS == SEQUENCES {
-            let (number, most) = (self.next, self.end - self.next);
+            let (number, most) = (self.next, most(self.end - self.next));
             if self.is_empty() {
                 return None;
             }
@@ -188,10 +197,14 @@ impl Units {
             return None;
         }
         let (item, tile) = divide(self.next, self.tiles);
-        let end = self.tiles.min(tile + self.end - self.next);
+        let end = if is_short(ring) {
+            self.tiles.min(tile + most(self.end - self.next))
+        } else {
+            self.tiles.min(tile + self.end - self.next)
+        };
         self.next += end - tile;
         let (kv_head, split) = divide(item, self.splits);
-        let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT / PAGE_TOKENS);
+        let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT_PAGES);
         Some(Share { kv_head, split, pages, tiles: tile..end, first_row: 0, first_tile: 0 })
     }
 }
@@ -202,8 +215,8 @@ impl Units {
 /// So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then
 /// what memory is fastest with.
 #[inline(always)]
-const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
-    match (one_row, filled < RING.stages) {
+const fn under_way(one_row: bool, chunks: u32, filled: u32, ring: &Ring) -> u32 {
+    match (one_row, filled < ring.stages()) {
         (true, true) if chunks <= FEW => 2,
         (true, true) => 3,
         (true, false) => 7,
@@ -212,11 +225,17 @@ const fn under_way(one_row: bool, chunks: u32, filled: u32) -> u32 {
     }
 }
 
+/// Whether a ring has no room for a split's keys and its values at once.
+#[inline(always)]
+pub const fn is_short(ring: &Ring) -> bool {
+    ring.stages() < 2 * SPLIT_PAGES
+}
+
 /// Chunks of a wave that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
 /// With more, a consumer that looks at every third stage would take a fill of one for the next: see `Duty::load`.
-const MOST_UNDER_WAY: u32 = RING.stages - 3;
+const MOST_UNDER_WAY: u32 = STAGES - 3;
 
 /// Waits for room for the next chunk.
 #[inline(always)]
@@ -255,7 +274,7 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
 
 /// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: bool) {
+pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: bool, shape: Shape) {
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
@@ -267,7 +286,7 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: 
             tensor::acquire(p.page_map);
         }
         let mut walk = Walk::new(thread::grid_dim_x());
-        let mut ring = Ring::producer(RING);
+        let mut ring = Ring::producer(shape);
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
@@ -309,7 +328,7 @@ unsafe fn produce_matrix<F: WeightFormat>(
             while q < wave.depth {
                 let mut i = 0;
                 while i < mine {
-                    let most = under_way(one_row, chunks, filled) * F::UNDER_WAY;
+                    let most = under_way(one_row, chunks, filled, &ring) * F::UNDER_WAY;
                     wait(&ring, if F::UNDER_WAY > 1 { most.min(MOST_UNDER_WAY) } else { most });
                     F::fill(p, &ring, &wave, i * grid + place, q);
                     ring = ring.ahead(1);
@@ -333,14 +352,14 @@ unsafe fn produce_cache<const ROWS: u8>(p: &DecodeStep, ring: &mut Ring, layer: 
         let sequence_of = |row: u32| p.work.rows.sequences.load(row as usize);
         let of_all = sequence_of(0);
         let mut filled = 0;
-        while let Some(Share { kv_head, split, pages, first_row, .. }) = units.take::<ROWS>(p.work.kv_heads) {
+        while let Some(Share { kv_head, split, pages, first_row, .. }) = units.take::<ROWS>(p.work.kv_heads, ring) {
             let sequence = if ROWS == SEQUENCES { sequence_of(first_row) } else { of_all };
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;
                 let block = cache.block_index(sequence, position / PAGE_TOKENS, kv_head);
                 let row = (2 * block + u32::from(i >= pages)) * PAGE_TOKENS;
-                wait(ring, under_way(one_row, u32::MAX, filled));
+                wait(ring, under_way(one_row, u32::MAX, filled, ring));
                 fill(ring, p.page_map, row, layer);
                 *ring = ring.ahead(1);
                 filled += 1;

@@ -172,13 +172,13 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
     }
 
     /// The sums of `N` times eight dimensions, at most eight times, from `8 n` on over 32 keys from `first` on, so
-    /// weighed, whose keys may differ between rows. The ring's next `pages` stages have the pages of the split's keys,
-    /// and as many then its values.
+    /// weighed, whose keys may differ between rows. The pages of the split's values begin `skip` stages further in the
+    /// ring.
     #[inline(always)]
     pub unsafe fn add_paths<const N: usize>(
         &self,
         rows: &PairRows,
-        (first, pages, lane): (u32, u32, u32),
+        (first, skip, lane): (u32, u32, u32),
         weights: &[[u32; 4]; 2],
         n: u32,
     ) -> [[f32; 4]; N] {
@@ -191,7 +191,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             while row < end {
                 thread::keep_rolled();
                 let slot = slot(path(row), root, first + lane);
-                let values = eight_values(LAYOUT, page_of(&self.ring, pages, slot), slot % PAGE_TOKENS);
+                let values = eight_values(LAYOUT, page_of(&self.ring, skip, slot), slot % PAGE_TOKENS);
                 unroll!(J < N of 8; {
                     let found = add_eight(weights, values(n + J as u32));
                     unroll!(E < 4; {

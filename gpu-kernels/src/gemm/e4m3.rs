@@ -198,8 +198,8 @@ impl Next for Apart {
     unsafe fn step(&mut self) {}
 }
 
-/// Gives so many stages back as they come. The warpgroup's lanes meet at this barrier: one that lags behind would take
-/// a later fill of a stage for the one that it waits for.
+/// Releases so many stages as they come. The warpgroup's lanes synchronise at this barrier: one that lags behind would
+/// take a later fill of a stage for the one that it waits for.
 #[inline(always)]
 unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: u32, barrier: u32) {
     while stages > 0 {

@@ -272,7 +272,7 @@ impl WeightFormat for Lossless {
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            // Before something comes that would be given back, all lanes have seen that there is room.
+            // Before something comes that would be released, all lanes have seen that there is room.
             warp::sync_warp();
             if thread::opaque(thread::lane_id()) == 0 {
                 ring.full().arrive_expect_tx(K_PARTIALS * (TILE_BYTES + p.lossless.list_bytes));

@@ -146,11 +146,12 @@ impl GpuBatch {
         prompts_apart: bool,
     ) -> Result<Self, Error> {
         let sizes = BatchSizes::new(device, context, &options, prompts_apart);
-        let has_decode = prompts_apart && device.has_decode_kernel();
+        // Elsewhere than on Hopper every pass has the bits of the decode kernel.
+        let has_decode = device.has_decode_kernel() && (prompts_apart || !device.capabilities().has_gemms());
         let coming = if has_decode { DECODE_BYTES } else { 0 };
         let pages = sizes.pages(config, device, &options, weights.e4m3().is_some(), coming)?;
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
-        if has_decode && forward.prepare_decode()? {
+        if has_decode && forward.prepare_decode()? && prompts_apart {
             forward.prepare_batched()?;
         }
         if let Some(rows) = sizes.prompt_rows() {

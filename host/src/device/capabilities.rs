@@ -53,6 +53,7 @@ impl Capabilities {
             Error::NoCuda { reason: format!("{name} has compute capability {major}.{minor}, {why}") }
         })?;
         let bytes_per_cycle = Some(bytes_per_cycle);
+        let shared_bytes = Self::shared_bytes(shared_bytes, level, options);
         Ok(Self { shared_bytes, l2_bytes, sms, bytes_per_cycle, ..Self::of_level(level) })
     }
 
@@ -60,13 +61,18 @@ impl Capabilities {
     pub(super) fn emulated(options: &DeviceOptions) -> Self {
         let level = options.level.unwrap_or(Level::Sm90a);
         Self {
-            shared_bytes: cuda_std::emulator::MAX_SHARED_BYTES,
+            shared_bytes: Self::shared_bytes(cuda_std::emulator::MAX_SHARED_BYTES, level, options),
             l2_bytes: 50 << 20,
             // Enough for grids of more than one CTA.
             sms: 4,
             bytes_per_cycle: None,
             ..Self::of_level(level)
         }
+    }
+
+    /// Shared memory of a CTA, of what there is.
+    fn shared_bytes(most: u32, level: Level, options: &DeviceOptions) -> u32 {
+        options.shared_bytes.filter(|_| level < Level::Sm90a).map_or(most, |bytes| bytes.min(most))
     }
 
     /// The level of kernels for a card of this compute capability, or why there is none.
@@ -100,7 +106,13 @@ impl Capabilities {
 
     /// Whether a decode step can run in one launch: it streams weights through shared memory by bulk copies.
     pub const fn has_decode_kernel(&self) -> bool {
-        self.bulk_copies && self.shared_bytes >= decode::SHARED_BYTES
+        self.bulk_copies && self.shared_bytes >= decode::SHORT_SHARED_BYTES
+    }
+
+    /// Whether that launch reads packed weights and codes too: with less shared memory its ring is short, and has bf16
+    /// weights alone.
+    pub const fn has_full_ring(&self) -> bool {
+        self.has_decode_kernel() && self.shared_bytes >= decode::SHARED_BYTES
     }
 
     /// The numbers that are good for it.
@@ -122,11 +134,11 @@ mod tests {
         let of = |capability, kib, level| {
             let options = DeviceOptions { level, ..DeviceOptions::default() };
             let found = Capabilities::of("a card", &card(capability, kib), &options).map_err(|e| e.to_string())?;
-            Ok::<_, String>((found.level, found.has_gemms(), found.has_decode_kernel()))
+            Ok::<_, String>((found.level, found.has_gemms(), found.has_decode_kernel(), found.has_full_ring()))
         };
-        let hopper = Ok((Level::Sm90a, true, true));
-        let after = Ok((Level::Sm90, false, true));
-        let before = Ok((Level::Sm80, false, false));
+        let hopper = Ok((Level::Sm90a, true, true, true));
+        let after = Ok((Level::Sm90, false, true, true));
+        let before = Ok((Level::Sm80, false, false, false));
         assert_eq!(of((9, 0), 227, None), hopper);
         assert_eq!(of((9, 0), 227, Some(Level::Sm90)), after);
         assert_eq!(of((9, 0), 227, Some(Level::Sm80)), before);
@@ -136,8 +148,9 @@ mod tests {
         assert!(of((10, 0), 227, Some(Level::Sm90a)).unwrap_err().contains("no kernels of sm_90a"));
         assert!(of((8, 9), 99, Some(Level::Sm90)).unwrap_err().contains("8.9"));
         assert!(of((7, 5), 64, None).unwrap_err().contains("8.0 is the least"));
-        // The ring of the decode kernel does not fit.
-        assert_eq!(of((12, 0), 99, None), Ok((Level::Sm90, false, false)));
+        // Only the short ring of the decode kernel fits.
+        assert_eq!(of((12, 0), 99, None), Ok((Level::Sm90, false, true, false)));
+        assert_eq!(of((12, 1), 98, None), Ok((Level::Sm90, false, false, false)));
     }
 
     #[test]
@@ -147,6 +160,13 @@ mod tests {
         let of = |level| Capabilities::emulated(&DeviceOptions { level: Some(level), ..DeviceOptions::default() });
         let (first, second) = (of(Level::Sm80), of(Level::Sm90));
         assert!(!first.has_gemms() && !first.has_decode_kernel() && !first.early_launches);
-        assert!(!second.has_gemms() && second.has_decode_kernel() && second.early_launches);
+        assert!(!second.has_gemms() && second.has_full_ring() && second.early_launches);
+        let of = |level| {
+            let options =
+                DeviceOptions { level: Some(level), shared_bytes: Some(99 << 10), ..DeviceOptions::default() };
+            Capabilities::emulated(&options)
+        };
+        assert!(of(Level::Sm90).has_decode_kernel() && !of(Level::Sm90).has_full_ring());
+        assert!(of(Level::Sm90a).has_full_ring());
     }
 }

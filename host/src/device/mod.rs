@@ -325,6 +325,11 @@ impl Device {
         self.capabilities().has_decode_kernel() && !self.options().unfused
     }
 
+    /// Whether that launch reads packed weights and codes: see [`Capabilities::has_full_ring`].
+    pub fn has_full_ring(&self) -> bool {
+        self.capabilities().has_full_ring() && !self.options().unfused
+    }
+
     /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code
     /// first.
     pub fn has_machine_code(&self) -> bool {

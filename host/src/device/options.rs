@@ -10,6 +10,9 @@ pub struct DeviceOptions {
     /// The level of the kernels. None is the last that the card runs, and under the emulator the last: others are for
     /// tests of what other cards do.
     pub level: Option<Level>,
+    /// No more shared memory of a CTA than so many bytes: for tests of what cards with less do. Kernels of
+    /// [`Level::Sm90a`] take what Hopper has.
+    pub shared_bytes: Option<u32>,
     /// Runs a decode step as a launch for each operator, where one launch could run all of it: to compare with.
     pub unfused: bool,
     /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the
@@ -50,10 +53,11 @@ impl KernelFile {
 
 impl PartialEq for DeviceOptions {
     fn eq(&self, other: &Self) -> bool {
-        let Self { level, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
+        let Self { level, shared_bytes, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
         // Their texts are megabytes.
         let same_modules = std::ptr::eq(self.modules, *modules);
-        (self.level, self.unfused, self.prefill, self.lossless) == (*level, *unfused, *prefill, *lossless)
+        (self.level, self.shared_bytes, self.unfused) == (*level, *shared_bytes, *unfused)
+            && (self.prefill, self.lossless) == (*prefill, *lossless)
             && (self.plain_beside, &self.kernels) == (*plain_beside, kernels)
             && same_modules
     }

@@ -204,7 +204,7 @@ impl HeadWeights {
         let bytes = 2 * stream.weights().len() as u64;
         let pays = bytes >= device.capabilities().tuning().lossless_from
             && device.free_memory()?.is_some_and(|free| free / 4 > bytes);
-        Ok(device.has_decode_kernel() && (pays || device.options().lossless == Some(true)))
+        Ok(device.has_full_ring() && (pays || device.options().lossless == Some(true)))
     }
 
     /// The matrices of a pass packed, if they can be, with samples of their rows.
@@ -280,7 +280,7 @@ impl Forward {
                 hidden_norm: pairs.inputs.hidden_norm.ptr(),
                 pairs: pairs.pairs.ptr_mut(),
                 x: self.residual.ptr_mut(),
-                exchange: decode.map(Decode::exchange).unwrap_or_default(),
+                exchange: decode.and_then(Decode::exchange).unwrap_or_default(),
                 vocab: pairs.vocab,
                 dim,
                 eps: c.rms_norm_eps,

@@ -3,7 +3,7 @@
 use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
 use host::batch::plan::{PageCopy, Plan, Started, SwapIn, SwapOut, TableEntry, Work};
 use host::batch::{BatchBackend, BatchOptions, GpuBatch, Logprobs, Outcome, Start};
-use host::device::Device;
+use host::device::{Device, DeviceOptions, Level};
 use host::forward::{Forward, RowOutput};
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together, with_penalties};
@@ -250,9 +250,16 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
 
 #[test]
 fn generated_tokens_take_a_step_in_one_launch() {
+    // On Hopper, and on cards after it with less shared memory.
+    let after = DeviceOptions { level: Some(Level::Sm90), shared_bytes: Some(99 << 10), ..DeviceOptions::default() };
+    for (device, prompts_apart) in [(Device::emulator(4), true), (Device::emulator_with(4, &after), false)] {
+        check_steps_in_one_launch(&device, prompts_apart);
+    }
+}
+
+fn check_steps_in_one_launch(device: &Device, prompts_apart: bool) {
     let checkpoint = golden();
-    let device = Device::emulator(4);
-    let mut backend = on(&device, &checkpoint, options(2, 128, 8, 0, None), true);
+    let mut backend = on(device, &checkpoint, options(2, 128, 8, 0, None), prompts_apart);
     let tokens = text(&checkpoint, 3, 100);
     let work = |slot, start, rows| Work { slot, start, rows, samples: true, most_drafts: 0 };
     let entry = |slot, index| TableEntry { slot, index, page: 2 * slot + index };

@@ -31,6 +31,11 @@ fn after_hopper() -> DeviceOptions {
     DeviceOptions { level: Some(Level::Sm90), ..DeviceOptions::default() }
 }
 
+/// The same for those with 99 KiB of shared memory.
+fn short_ring() -> DeviceOptions {
+    DeviceOptions { shared_bytes: Some(99 << 10), ..after_hopper() }
+}
+
 fn portable() -> DeviceOptions {
     DeviceOptions { level: Some(Level::Sm80), ..DeviceOptions::default() }
 }
@@ -67,7 +72,7 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
     let engine = |options: &DeviceOptions| engine_with(&checkpoint, DeviceChoice::Emulator, options, CONTEXT);
     let mut fused = engine(&DeviceOptions::default());
     let (logits, whole) = (fused.score(&prompt).unwrap(), answer(&mut fused, &greedy(&prompt, 12, None)).tokens);
-    for options in [unfused(), after_hopper(), portable()] {
+    for options in [unfused(), after_hopper(), short_ring(), portable()] {
         let mut other = engine(&options);
         assert!(other.score(&prompt).unwrap() == logits, "{options:?}");
         for draft in [None, Some(EAGER)] {
@@ -80,13 +85,13 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
 /// step's own positions lie in two pages, which the kernel's two warpgroups have.
 #[test]
 fn steps_of_any_rows_give_the_bits_of_launches() {
-    let device = Device::emulator(5);
-    for tree in [false, true] {
-        let sizes = DecodeSizes { contexts: vec![40, 600, 648], rows: vec![5, 16], tree, ..DecodeSizes::small() };
+    let devices = [Device::emulator(5), Device::emulator_with(5, &short_ring())];
+    for (device, tree) in devices.iter().flat_map(|device| [(device, false), (device, true)]) {
+        let sizes = DecodeSizes { contexts: vec![40, 600, 648], rows: vec![1, 5, 16], tree, ..DecodeSizes::small() };
         let (heads, context) = (sizes.config.num_key_value_heads as u32, sizes.contexts[1]);
         assert!(DecodeStep::is_long(heads, context.div_ceil(SPLIT), device.capabilities().sms));
         let mut watch = |_: Event<'_>| {};
-        let mut bench = Bench::new(&device, 1, &mut watch).unwrap_or_else(|e| panic!("{e}"));
+        let mut bench = Bench::new(device, 1, &mut watch).unwrap_or_else(|e| panic!("{e}"));
         decode::run(&mut bench, &sizes).unwrap_or_else(|e| panic!("{e}"));
     }
 }
@@ -172,7 +177,13 @@ fn quantised_weights_are_read_as_codes() {
 fn steps_in_launches_are_as_many_as_there_are_operators() {
     let (case, checkpoint) = golden();
     let operators = 5 + 6 * checkpoint.config.num_hidden_layers as u64;
-    let steps = [(DeviceOptions::default(), 3), (after_hopper(), 3), (unfused(), operators), (portable(), operators)];
+    let steps = [
+        (DeviceOptions::default(), 3),
+        (after_hopper(), 3),
+        (short_ring(), 3),
+        (unfused(), operators),
+        (portable(), operators),
+    ];
     for (options, launches) in steps {
         let (device, mut gpu) = gpu(&checkpoint, &options);
         check_decode_calls(&mut gpu, &device, &greedy(&case.prompt[..4], 5, None), launches)
@@ -233,9 +244,10 @@ fn a_batch_with_passes_and_batched_steps_gives_what_each_request_gets_alone() {
             Request { sampling, ..greedy(&prompt(&case, length), 6 + i, None) }
         })
         .collect();
-    // Decode steps of a batch as one launch, or as launches, after prompts in passes; of packed weights.
+    // Decode steps of a batch as one launch, or as launches, after prompts in passes; of packed weights; and on other
+    // cards.
     let packed = DeviceOptions { lossless: Some(true), ..prefill() };
-    for options in [prefill(), DeviceOptions { unfused: true, ..prefill() }, packed] {
+    for options in [prefill(), DeviceOptions { unfused: true, ..prefill() }, packed, after_hopper(), short_ring()] {
         let mut alone = engine_with(&checkpoint, DeviceChoice::Emulator, &options, CONTEXT);
         let load =
             LoadOptions { options: options.clone(), context: Some(CONTEXT), ..LoadOptions::on(DeviceChoice::Emulator) };

@@ -77,7 +77,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     pub(super) const OWN_TILES: usize = if Self::BY_N_TILES { TILES } else { 1 };
     /// Most N-tiles of a warp.
     pub(super) const OWN_N_TILES: usize = if Self::BY_N_TILES { N_TILES as usize / 2 } else { N_TILES as usize };
-    /// Lanes of a warp that give a chunk back: it takes [`WARPS`] arrivals, and if it is a half's alone, only four
+    /// Lanes of a warp that release a chunk: it takes [`WARPS`] arrivals, and if it is a half's alone, only four
     /// warps read it.
     const ARRIVALS: u32 = if Self::BY_N_TILES { 2 } else { 1 };
 
@@ -330,7 +330,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     }
 
     /// The same of one N-tile, where a stage has the chunks of two turns: a stage at a time, so that there is less to
-    /// ask, to find out and to give back. `turns` begins with a stage.
+    /// ask, to find out and to release. `turns` begins with a stage.
     #[inline(always)]
     unsafe fn costly_stages(
         &self,
@@ -422,15 +422,21 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     ) {
         // SAFETY: the caller's word.
         unsafe {
+            // The chunks of a turn may be more than a short ring has stages. No function: that has other machine code.
+            macro_rules! ahead {
+                ($n:expr) => {
+                    if F::RING_STAGES < N_TILES { ring.ahead($n / 2).ahead($n - $n / 2) } else { ring.ahead($n) }
+                };
+            }
             let mine = part.mine;
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.n_tiles(thread::opaque(mine));
             // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
             unroll!(P < (2 * TILES) of 4; {
                 let s = 2 * P;
-                let chunk = ring.ahead(self.n_tile(s as u32));
+                let chunk = ahead!(self.n_tile(s as u32));
                 if s as u32 + 1 < own {
-                    let next = ring.ahead(self.n_tile(s as u32 + 1));
+                    let next = ahead!(self.n_tile(s as u32 + 1));
                     let (low, high) = (self.load(p, &chunk), self.load(p, &next));
                     release(if self.lane < Self::ARRIVALS { chunk } else { next }, self.lane < 2 * Self::ARRIVALS);
                     unroll!(I < 8; {
@@ -446,7 +452,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                     });
                 }
             });
-            *ring = ring.ahead(mine);
+            *ring = ahead!(mine);
         }
     }
 }

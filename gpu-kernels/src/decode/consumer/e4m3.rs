@@ -136,7 +136,7 @@ impl<const N: u32> Warpgroup<N> {
         }
     }
 
-    /// The warpgroup's lanes meet.
+    /// The warpgroup's lanes synchronise.
     #[inline(always)]
     fn sync(&self) {
         thread::sync_named(8 + self.half, HALF);
@@ -162,7 +162,7 @@ impl<const N: u32> Warpgroup<N> {
         unsafe { self.scales.load_nc((block * 4 + upper) as usize) }
     }
 
-    /// The products of a stage's chunk with a turn's columns: gives the stage back, and leaves the inner sums where the
+    /// The products of a stage's chunk with a turn's columns: releases the stage, and leaves the inner sums where the
     /// warpgroup finds them.
     #[inline(always)]
     unsafe fn multiply(&self, stage: &Ring, columns: Shared<u8>) {

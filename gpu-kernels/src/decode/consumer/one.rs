@@ -27,14 +27,14 @@ pub const FACTOR: usize = 1;
 /// Chunks whose weights a lane has room for: all of its N-tiles', where they are so few.
 const HELD: usize = 4;
 
-/// The consumers meet with the warp that finds the factor of a norm.
+/// The consumers synchronise with the warp that finds the factor of a norm.
 #[inline(always)]
 pub(super) fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
 impl<F: FragmentFormat> Duty<F, 1> {
-    /// The two warps of a split-K partial meet.
+    /// The two warps of a split-K partial synchronise.
     #[inline(always)]
     fn sync(&self) {
         thread::sync_named(4 + self.k_split(), WARPS / K_PARTIALS * 32);
@@ -154,7 +154,7 @@ pub unsafe fn ask_for_factor(flag: u32) {
 }
 
 impl<const ROWS: u8> Consumer<'_, ROWS> {
-    /// [`product`](Self::product) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
+    /// [`gemm`](Self::gemm) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
     /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
     /// fragments. What does not need them is done while they come.
     #[inline(always)]

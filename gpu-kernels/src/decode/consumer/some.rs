@@ -103,7 +103,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         }
     }
 
-    /// Puts a warp's rows' norm factors where all find them after they next meet.
+    /// Puts a warp's rows' norm factors where all find them after the next barrier.
     #[inline(always)]
     pub(super) unsafe fn put_factors<const TILES: usize>(
         &self,
