@@ -3,7 +3,7 @@
 mod common;
 
 use common::{CodeBuffers, Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run, run_resident, widen};
-use cuda_std::emulator::Buffer;
+use cuda_std::emulator::{self, Buffer, EmulatorError, Launch, MissingWait};
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
 use gpu_kernels::e4m3::CodedRows;
@@ -268,6 +268,32 @@ fn same_but_for_rounding(found: &[bf16], expected: &[bf16]) {
 /// Blocks of the kernels with 192 weight rows a tile, which take one each.
 fn blocks_of_192(case: &Case) -> u32 {
     (case.m.div_ceil(TILE_ROWS as usize) * case.n.div_ceil(384) * 2) as u32
+}
+
+/// Each wait of the kernel, left out: what is used before it is there, and what is overwritten while it is used.
+#[test]
+fn a_missing_wait_is_found() {
+    let case = Case::new(140, 128, 640);
+    let run = |missing: MissingWait| {
+        let mut found = Ok(());
+        case.launch(|params, seed| {
+            let (shared_bytes, missing) = (Gemm::shared_bytes(128), Some(missing));
+            let launch = Launch { threads: gemm::THREADS, shared_bytes, seed, missing, ..Launch::default() };
+            found = emulator::launch::<gemm::gemm_write_n128>(&launch, params).map(|_| ());
+        });
+        found
+    };
+    // How many are left out until none is, and that these are not too few.
+    let count = |missing: fn(u64) -> MissingWait| {
+        let found = |number: &u64| match run(missing(*number)) {
+            Err(error @ EmulatorError::Launch { .. }) => panic!("{error}"),
+            // A race, a use too early, or lanes that wait for ever.
+            result => result.is_err(),
+        };
+        (0..).take_while(found).count()
+    };
+    assert!(count(MissingWait::Phase) >= 12);
+    assert!(count(MissingWait::Mmas) >= 12);
 }
 
 #[test]

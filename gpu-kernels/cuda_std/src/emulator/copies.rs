@@ -6,6 +6,7 @@
 
 use std::rc::Rc;
 
+use super::MissingWait;
 use super::access::Address;
 use super::clock::{Clock, Counts, Name};
 use super::order::Who;
@@ -73,6 +74,9 @@ pub struct Mbarrier {
     arriving: Counts,
     arrived: Rc<Counts>,
     waiting: Vec<(usize, u32)>,
+    /// Whether some lane had to wait in this phase, and whether none is to.
+    awaited: bool,
+    skipped: bool,
     /// The thread that made it, and where.
     maker: (u32, Site),
     /// Whether that one fenced it for TMA.
@@ -255,6 +259,7 @@ impl World {
             return;
         }
         barrier.parity ^= 1;
+        (barrier.awaited, barrier.skipped) = (false, false);
         barrier.pending = barrier.count;
         barrier.arrived = Rc::new(std::mem::take(&mut barrier.arriving));
         let parity = barrier.parity;
@@ -291,11 +296,23 @@ impl World {
         self.end_phase(slot, address);
     }
 
+    /// Whether the phase of the barrier that a lane waits for is the one that nobody is to wait for.
+    fn skips(&mut self, slot: usize, address: u32) -> bool {
+        let Some(MissingWait::Phase(number)) = self.launch.missing else { return false };
+        let Some(barrier) = self.blocks[slot].mbarriers.get_mut(&address) else { return false };
+        if !barrier.awaited {
+            barrier.awaited = true;
+            barrier.skipped = self.phases_awaited == number;
+            self.phases_awaited += 1;
+        }
+        barrier.skipped
+    }
+
     /// Whether the phase of that parity has ended; if so, the lane learns what came with it.
     fn passed(&mut self, address: u32, parity: u32, site: Site) -> bool {
         let barrier = self.mbarrier(self.slot(), address, site);
         if barrier.parity == parity & 1 {
-            return false;
+            return self.skips(self.slot(), address);
         }
         let counts = barrier.arrived.clone();
         self.lane().clock.learn(&counts);
@@ -313,6 +330,8 @@ pub fn mbarrier_init(address: u32, count: u32, site: Site) {
         arriving: Counts::default(),
         arrived: Rc::default(),
         waiting: Vec::new(),
+        awaited: false,
+        skipped: false,
         maker: (world().thread(), site),
         fenced: false,
     };

@@ -71,6 +71,19 @@ pub struct Launch {
     pub idle_steps: u64,
     /// A lane's stack.
     pub stack_bytes: usize,
+    /// A wait that is left out.
+    pub missing: Option<MissingWait>,
+}
+
+/// A wait that a launch leaves out, as if the kernel lacked it: for tests that its absence is found. They are numbered
+/// from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MissingWait {
+    /// Of the phases of mbarriers that some lane has to wait for, in the whole launch, this one: no lane waits for it.
+    Phase(u64),
+    /// Of a lane's waits for MMAs of its warpgroup that are under way, this one, of each lane. If it waits for the next
+    /// ones, it waits too late.
+    Mmas(u64),
 }
 
 impl Launch {
@@ -92,6 +105,7 @@ impl Default for Launch {
             steps: 1 << 40,
             idle_steps: 1 << 20,
             stack_bytes: 128 << 10,
+            missing: None,
         }
     }
 }

@@ -55,6 +55,7 @@ impl World {
             released: HashMap::new(),
             flights: Vec::new(),
             waiting,
+            phases_awaited: 0,
             error: None,
             idle: 0,
             polls: false,

@@ -2,6 +2,7 @@
 //! when it started it: a stage of shared memory that is released too early is then being written, and one that was not
 //! waited for in time was written by somebody unknown.
 
+use super::MissingWait;
 use super::access::Address;
 use super::collective::{self, Collective};
 use super::copies::Known;
@@ -54,6 +55,8 @@ pub struct Wgmmas {
     fragments: [u32; FRAGMENTS],
     open: Vec<Wgmma>,
     committed: Vec<Vec<Wgmma>>,
+    /// Waits for some of them.
+    waits: u64,
     order: Order,
 }
 
@@ -304,8 +307,16 @@ pub fn commit() {
 
 pub fn wait(pending: usize, site: Site) {
     let world = world();
-    let committed = &mut world.lane().products.committed;
-    let done = committed.len().saturating_sub(pending);
+    let missing = world.launch.missing;
+    let products = &mut world.lane().products;
+    let committed = &mut products.committed;
+    let mut done = committed.len().saturating_sub(pending);
+    if done > 0 {
+        if missing == Some(MissingWait::Mmas(products.waits)) {
+            done = 0;
+        }
+        products.waits += 1;
+    }
     let groups: Vec<Vec<Wgmma>> = committed.drain(..done).collect();
     groups.iter().flatten().for_each(|product| world.multiply(product));
     collective::warpgroup_barrier(site);

@@ -155,6 +155,8 @@ pub struct World {
     pub flights: Vec<Flight>,
     /// Clusters still to start, the next one last.
     pub waiting: Vec<u32>,
+    /// Phases of mbarriers that some lane had to wait for, as far as they are counted.
+    pub phases_awaited: u64,
     pub error: Option<EmulatorError>,
     /// Steps since a lane last got anywhere.
     pub idle: u64,
