@@ -3,7 +3,7 @@
 //! `batched 8B 64 4x4 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order;
 //! and a row, or so many. Full pages are packed, or stay `plain`. Up to 16 rows the decode kernel is timed too.
 //!
-//! Random weights, keys and values. A step's logits are compared with those of the launches bit for bit, and its best
+//! Random weights, keys and values. A step's logits are compared with the unfused path's bit for bit, and its best
 //! tokens with them; then a step that finds these is timed, and its phases: each from when the last block was done with
 //! the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read
 //! bandwidth, and how long before the last one blocks were done in the mean. With fewer layers, such as `8B/12`, that
@@ -135,7 +135,7 @@ fn step(
         forward.logits().read(0, &mut out)?;
         Ok(out)
     };
-    let launched = logits(&forward)?;
+    let unfused = logits(&forward)?;
     if !(forward.prepare_decode()? && forward.prepare_batched()?) {
         return Err("this card cannot stream".into());
     }
@@ -149,7 +149,7 @@ fn step(
         forward.enqueue_sequences(&listed, RowOutput::LogitsFrom(0))?;
         let mut few = vec![0.0; rows * config.vocab_size];
         forward.logits().read(0, &mut few)?;
-        let differ = few.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        let differ = few.iter().zip(&unfused).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
         println!("{size}, {} sequences by the decode kernel: {time:.3} ms; {differ} logits differ", case.name);
     }
     if case.packs {
@@ -158,17 +158,17 @@ fn step(
     forward.use_gemm_from(1);
     let by_gemm = logits(&forward)?;
     forward.use_gemm_from(u32::MAX);
-    let wide = logits(&forward)?;
-    if by_gemm.iter().zip(&wide).any(|(a, b)| a.to_bits() != b.to_bits()) {
+    let batched = logits(&forward)?;
+    if by_gemm.iter().zip(&batched).any(|(a, b)| a.to_bits() != b.to_bits()) {
         return Err("with products as launches there are other logits".into());
     }
-    let differ = wide.iter().zip(&launched).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-    let strange = wide.iter().filter(|v| !v.is_finite()).count();
+    let differ = batched.iter().zip(&unfused).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let strange = batched.iter().filter(|v| !v.is_finite()).count();
     // What is timed finds the best tokens, as a greedy batch does.
     let greedy = |forward: &Forward| forward.enqueue_listed(&listed, RowOutput::Best).map(drop);
     greedy(&forward)?;
     let wrong = (forward.best_tokens(rows)?.into_iter())
-        .zip(wide.chunks(config.vocab_size))
+        .zip(batched.chunks(config.vocab_size))
         .filter(|(best, row)| row.iter().zip(0..).map(|(&logit, token)| rank(logit, token)).max() != Some(*best))
         .count();
     let mut times = [f64::MAX; 2];
@@ -186,7 +186,7 @@ fn step(
     println!(
         "{size}, {} sequences: {best:.3} ms{share}, {by_gemm:.3} ms with products as launches; {differ} of {} logits differ, {strange} strange, {wrong} best tokens wrong",
         case.name,
-        wide.len()
+        batched.len()
     );
     forward.begin_batched_trace()?;
     greedy(&forward)?;

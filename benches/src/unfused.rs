@@ -4,7 +4,7 @@ use bench_kernels::unfused::{rms_norm, silu_mul};
 use host::Error;
 use host::forward::Forward;
 
-/// From now on, the launches of `forward` run norms, or SiLU and its product, by themselves: for measuring what it
+/// From now on, the unfused path of `forward` runs norms, or SiLU and its product, by themselves: for measuring what it
 /// gains that they do not. The results differ in their last bits. The device was [opened](crate::options) with the
 /// kernels for it.
 ///

@@ -68,6 +68,7 @@ mod attention;
 mod factors;
 mod kernels;
 mod main_loop;
+mod newest;
 mod outputs;
 mod peer;
 mod phases;

@@ -41,7 +41,7 @@ mod sequences;
 mod short;
 mod tree;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-mod wide;
+mod wgmma_attention;
 
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::tensor;
@@ -71,7 +71,7 @@ use producer::{Units, produce};
 #[cfg(not(cuda_arch = "sm_90a"))]
 pub use short::{decode_sequences_short, decode_short, decode_tree_short};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub use wide::{decode_16_wide, decode_16_wide_lossless, decode_tree_wide, decode_tree_wide_lossless};
+pub use wgmma_attention::{decode_16_wgmma, decode_16_wgmma_lossless, decode_tree_wgmma, decode_tree_wgmma_lossless};
 
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -96,12 +96,12 @@ const SEQUENCES: u8 = 2;
 // Which steps of several rows a kernel runs, by the attention that is best for them.
 /// All.
 const ANY: u8 = 0;
-/// All but those for wide attention, where it has a kernel.
-const NARROW: u8 = 1;
+/// All but those for attention by `wgmma`, where it has a kernel.
+const MMA: u8 = 1;
 /// Those.
-const WIDE: u8 = 2;
+const WGMMA: u8 = 2;
 /// Stages of the ring.
-pub(crate) const STAGES: u32 = 12;
+const STAGES: u32 = 12;
 /// The same where a block has less shared memory: a split's keys, or its values.
 const SHORT_STAGES: u32 = SPLIT_PAGES;
 /// Pages of a split.
@@ -127,8 +127,9 @@ const UNITS: u32 = ARRIVALS + 8;
 const PATHS: u32 = UNITS + 32;
 const PATHS_END: u32 = PATHS + MAX_DECODE_ROWS * 8;
 
-/// The ring of so many stages.
-const fn ring(stages: u32) -> Shape {
+/// The ring.
+const fn ring(short: bool) -> Shape {
+    let stages = if short { SHORT_STAGES } else { STAGES };
     let start = if RING_IS_FIRST { 0 } else { PATHS_END.next_multiple_of(1024) };
     Shape { start, stages, bytes: CHUNK_BYTES, barriers: BARRIERS }
 }
@@ -180,7 +181,7 @@ pub struct DecodeStep {
     /// Input features of the projections of queries, keys and values: the hidden size, or of a head twice as many.
     pub qkv_inputs: u32,
     /// Whether a kernel for long contexts is launched as well, and has the steps that are for it: 1 or 0.
-    pub has_wide: u32,
+    pub has_wgmma_attention: u32,
     /// Layers.
     pub layer_count: u32,
     /// Intermediate size.
@@ -366,49 +367,57 @@ unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         if p.work.rows.count.load(0) == 1 {
-            run::<F, 1, true, CHAIN, ANY>(p, 1);
+            run::<F, 1, true, CHAIN, ANY, false>(p, 1);
         }
     }
 }
 
 /// A step of several rows: of one row nothing.
 #[inline(always)]
-unsafe fn decode<F: WeightFormat, const TILES: usize, const ROWS: u8, const WIDTH: u8>(p: &DecodeStep) {
+unsafe fn decode<F: WeightFormat, const TILES: usize, const ROWS: u8, const ATTENTION: u8>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
-        if count > 1 && is_for::<WIDTH>(p, count) {
-            run::<F, TILES, false, ROWS, WIDTH>(p, count);
+        if count > 1 && is_for::<ATTENTION>(p, count) {
+            run::<F, TILES, false, ROWS, ATTENTION, false>(p, count);
         }
     }
 }
 
 /// Whether a kernel of this width runs a step of `count` rows.
 #[inline(always)]
-unsafe fn is_for<const WIDTH: u8>(p: &DecodeStep, count: u32) -> bool {
+unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
     // SAFETY: the caller's word.
-    WIDTH == ANY || (p.has_wide != 0 && unsafe { producer::is_wide(p, count) }) == (WIDTH == WIDE)
+    ATTENTION == ANY
+        || (p.has_wgmma_attention != 0 && unsafe { producer::wants_wgmma(p, count) }) == (ATTENTION == WGMMA)
 }
 
-/// A block's part of a step of `count` rows.
+/// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`, of formats that are not costly.
 #[inline(always)]
-unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ROWS: u8, const WIDTH: u8>(
+unsafe fn run<
+    F: WeightFormat,
+    const TILES: usize,
+    const ONE: bool,
+    const ROWS: u8,
+    const ATTENTION: u8,
+    const SHORT: bool,
+>(
     p: &DecodeStep,
     count: u32,
 ) {
     // SAFETY: the caller's word.
     unsafe {
-        let (thread, shape) = (thread::thread_idx_x(), ring(F::RING_STAGES));
+        let thread = thread::thread_idx_x();
         let mut last = 0;
         if ROWS == SEQUENCES && thread < 32 {
             last = sequences::bring(p, count);
         }
         if thread == 0 {
-            Ring::init(shape, WARPS);
+            Ring::init(ring(SHORT), WARPS);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
             let units =
-                if ROWS == SEQUENCES { Units::of_sequences(p, count, last) } else { Units::new::<WIDTH>(p, count) };
+                if ROWS == SEQUENCES { Units::of_sequences(p, count, last) } else { Units::new::<ATTENTION>(p, count) };
             units.store();
         }
         if thread < MAX_DECODE_ROWS {
@@ -428,11 +437,11 @@ unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ROWS: 
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
-            Consumer::<ROWS>::new(p, count, flag, shape).run::<F, TILES, ONE, WIDTH>();
+            Consumer::<ROWS, SHORT>::new(p, count, flag).run::<F, TILES, ONE, ATTENTION>();
         } else {
             give_registers();
             if warp_id == WARPS {
-                produce::<F, ROWS>(p, ONE, shape);
+                produce::<F, ROWS, SHORT>(p, ONE);
             } else if ONE && warp_id == WARPS + 1 {
                 consumer::factors(p);
             }

@@ -211,12 +211,6 @@ impl Ring {
         self
     }
 
-    /// How many stages there are.
-    #[inline(always)]
-    pub const fn stages(&self) -> u32 {
-        self.shape.stages
-    }
-
     /// `n` stages on, a turn at most.
     #[inline(always)]
     pub const fn ahead(mut self, n: u32) -> Self {

@@ -32,7 +32,7 @@ pub(crate) use e4m3::E4m3;
 pub use lossless::Lossless;
 pub(crate) use quantized::{Fp8, Int4, Quantized};
 
-use crate::decode::{self, DecodeStep, OfFragments, Products};
+use crate::decode::{DecodeStep, OfFragments, Products};
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
@@ -57,9 +57,6 @@ pub(crate) trait WeightFormat: Copy {
 
     /// How many maps there are of the weights, as TMA reads them.
     const MAPS: usize;
-
-    /// Stages of the ring that they come through.
-    const RING_STAGES: u32 = decode::STAGES;
 
     /// How many stages may be under way for each one of [`Plain`].
     const UNDER_WAY: u32 = 1;
@@ -95,12 +92,11 @@ pub(crate) trait FragmentFormat: WeightFormat {
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
 }
 
-/// bf16, as core matrices, through a ring of so many stages.
+/// bf16, as core matrices.
 #[derive(Clone, Copy)]
-pub(crate) struct Plain<const STAGES: u32 = { decode::STAGES }>;
+pub(crate) struct Plain;
 
-impl<const STAGES: u32> WeightFormat for Plain<STAGES> {
-    const RING_STAGES: u32 = STAGES;
+impl WeightFormat for Plain {
     type Products = OfFragments;
     type Head = Self;
     const MAPS: usize = 0;
@@ -112,7 +108,7 @@ impl<const STAGES: u32> WeightFormat for Plain<STAGES> {
     }
 }
 
-impl<const STAGES: u32> FragmentFormat for Plain<STAGES> {
+impl FragmentFormat for Plain {
     const COSTLY: bool = false;
 
     #[inline(always)]
@@ -144,7 +140,7 @@ impl<const STAGES: u32> FragmentFormat for Plain<STAGES> {
     }
 }
 
-impl<const STAGES: u32> Plain<STAGES> {
+impl Plain {
     /// Starts the copies of an N-tile's chunk of this stream.
     #[inline(always)]
     unsafe fn fill_from(stream: Global<bf16>, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {

@@ -35,8 +35,8 @@ pub struct Decode {
     /// As [`DecodeStep::qkv_inputs`].
     qkv_inputs: u32,
     grid: u32,
-    /// Whether steps may be for a kernel of wide attention: see [`DecodeStep::has_wide`].
-    has_wide: bool,
+    /// Whether steps may be for a kernel of attention by `wgmma`: see [`DecodeStep::has_wgmma_attention`].
+    has_wgmma_attention: bool,
     /// Whether there is only shared memory for a short ring.
     has_short_ring: bool,
 }
@@ -57,9 +57,9 @@ enum Rows {
     /// More of these.
     Sequences,
     /// More than 8 that follow each other, where the context is long.
-    ManyWide,
+    ManyWgmma,
     /// A tree, likewise.
-    TreeWide,
+    TreeWgmma,
 }
 
 /// The same, with a short ring.
@@ -134,7 +134,7 @@ impl Decode {
         let (step_weights, grid) = (StepWeights::new(device, config, weights)?, weights.stream.blocks());
         // The longest context that there is room for.
         let splits = cache.pages().div_ceil((SPLIT / PAGE_TOKENS) as usize) as u32;
-        let has_wide = device.capabilities().wgmma
+        let has_wgmma_attention = device.capabilities().wgmma
             && matches!(step_weights, StepWeights::Plain | StepWeights::Lossless(..))
             && DecodeStep::is_long(kv_heads, splits, grid);
         Ok(Some(Self {
@@ -152,7 +152,7 @@ impl Decode {
             words,
             qkv_inputs: inputs,
             grid,
-            has_wide,
+            has_wgmma_attention,
             has_short_ring,
         }))
     }
@@ -220,7 +220,7 @@ impl Decode {
             counters: self.counters.ptr_mut(),
             exchange: self.exchange,
             qkv_inputs: self.qkv_inputs,
-            has_wide: self.has_wide.into(),
+            has_wgmma_attention: self.has_wgmma_attention.into(),
             ..step
         };
         if self.has_short_ring {
@@ -242,14 +242,14 @@ impl Decode {
         };
         // How many rows of one sequence there are, the device alone knows, and how long their context is: of these
         // kernels one finds something to do.
-        let wide = match several {
-            Some(Rows::Many) => Some(Rows::ManyWide),
-            Some(Rows::Tree) => Some(Rows::TreeWide),
+        let by_wgmma = match several {
+            Some(Rows::Many) => Some(Rows::ManyWgmma),
+            Some(Rows::Tree) => Some(Rows::TreeWgmma),
             _ => None,
         };
-        let wide = wide.filter(|_| self.has_wide);
+        let by_wgmma = by_wgmma.filter(|_| self.has_wgmma_attention);
         let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
-        for rows in [one, several, wide].into_iter().flatten() {
+        for rows in [one, several, by_wgmma].into_iter().flatten() {
             // SAFETY: the caller's word.
             unsafe { self.launch(device, rows, step)? };
         }
@@ -293,17 +293,17 @@ impl Decode {
                     Rows::Tree => launch!($tree),
                     Rows::FewSequences => launch!($few_sequences),
                     Rows::Sequences => launch!($sequences),
-                    Rows::ManyWide | Rows::TreeWide => unreachable!("a format without such a kernel"),
+                    Rows::ManyWgmma | Rows::TreeWgmma => unreachable!("a format without such a kernel"),
                 }
             };
         }
         // SAFETY: the caller's word.
         unsafe {
             match (&self.weights, rows) {
-                (StepWeights::Plain, Rows::ManyWide) => launch!(decode_16_wide),
-                (StepWeights::Lossless(..), Rows::ManyWide) => launch!(decode_16_wide_lossless),
-                (StepWeights::Plain, Rows::TreeWide) => launch!(decode_tree_wide),
-                (StepWeights::Lossless(..), Rows::TreeWide) => launch!(decode_tree_wide_lossless),
+                (StepWeights::Plain, Rows::ManyWgmma) => launch!(decode_16_wgmma),
+                (StepWeights::Lossless(..), Rows::ManyWgmma) => launch!(decode_16_wgmma_lossless),
+                (StepWeights::Plain, Rows::TreeWgmma) => launch!(decode_tree_wgmma),
+                (StepWeights::Lossless(..), Rows::TreeWgmma) => launch!(decode_tree_wgmma_lossless),
                 (StepWeights::Plain, _) => of_format! {
                     decode_1, decode_8, decode_16, decode_tree, decode_8_sequences, decode_16_sequences
                 },

@@ -276,9 +276,9 @@ pub fn decode_unfused_and_batched(
             forward.logits().read(0, &mut out).map(|()| out)
         };
         plan(prompt, rows)?;
-        // SAFETY: nothing was streamed yet: the counters are as they were made.
+        // SAFETY: no step was run yet: the counters are as they were made.
         unsafe { forward.enqueue_decode(rows as u32, tokens.len() as u32)? };
-        let streamed = logits(&forward)?;
+        let fused = logits(&forward)?;
         // The same rows once more: they append the same keys and values again.
         if rows == 1 {
             // Before the sequence flags of what blocks exchange begin anew, and after it.
@@ -290,15 +290,15 @@ pub fn decode_unfused_and_batched(
             let pass = Pass { rows: step_rows, most_rows, end, tiles: None, output: RowOutput::LogitsFrom(0) };
             // SAFETY: the plan's rows, all of the one sequence.
             unsafe { forward.enqueue_quickest(&pass, RowsOf::OneSequence)? };
-            assert_eq!(logits(&forward)?, streamed);
+            assert_eq!(logits(&forward)?, fused);
         }
         plan(prompt, rows)?;
         forward.enqueue(rows as u32, tokens.len() as u32, RowOutput::LogitsFrom(0))?;
-        let launched = logits(&forward)?;
+        let unfused = logits(&forward)?;
         let row = |position: usize| Row { token: tokens[position], position: position as u32, sequence: 0 };
         let listed = forward.list_rows(&(prompt..tokens.len()).map(row).collect::<Vec<_>>())?;
         forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
-        Ok([streamed, launched, logits(&forward)?])
+        Ok([fused, unfused, logits(&forward)?])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }
@@ -341,9 +341,9 @@ pub fn unfused_and_batched(
             let mut out = vec![0.0; count * config.vocab_size];
             forward.logits().read(0, &mut out).map(|()| out)
         };
-        let launched = logits(&forward)?;
+        let unfused = logits(&forward)?;
         assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
-        let wide = logits(&forward)?;
+        let batched = logits(&forward)?;
         forward.use_gemm_from(1);
         let by_gemm = logits(&forward)?;
         let listed_rows: Vec<_> = (0..sequences as u32).zip(positions).rev().flat_map(rows).collect();
@@ -359,7 +359,7 @@ pub fn unfused_and_batched(
             }
         }
         // Twice: what one step leaves is read by the next.
-        let mut few = wide.clone();
+        let mut few = batched.clone();
         if count <= MAX_DECODE_ROWS as usize {
             for _ in 0..2 {
                 // Other logits lie there until then.
@@ -368,7 +368,7 @@ pub fn unfused_and_batched(
                 forward.logits().read(0, &mut few)?;
             }
         }
-        Ok([launched, wide, by_gemm, few])
+        Ok([unfused, batched, by_gemm, few])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

@@ -406,11 +406,11 @@ fn decode_and_batched_kernels_give_the_bits_of_the_unfused_path(options: &Device
     let checkpoint = demo();
     for (length, rows) in [(17, 1), (300, 1), (300, 8), (64, 16), (1000, 16)] {
         let tokens = demo_prompts(&checkpoint, 1, length).remove(0);
-        let [streamed, launched, wide] =
+        let [fused, unfused, batched] =
             decode_unfused_and_batched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
-        for (found, what) in [(&streamed, "streamed"), (&wide, "wide")] {
-            if *found != launched {
-                let error = relative_error(found, &launched);
+        for (found, what) in [(&fused, "fused"), (&batched, "batched")] {
+            if *found != unfused {
+                let error = relative_error(found, &unfused);
                 return Err(format!("{what}, {rows} rows at {length}: relative difference {error}").into());
             }
         }

@@ -391,7 +391,7 @@ unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(
     unsafe {
         ring.wait_full();
         if of.is_plain {
-            <Plain>::load_fragments::<FIRST>(p, ring.stage_buffer(), of.number, lane);
+            Plain::load_fragments::<FIRST>(p, ring.stage_buffer(), of.number, lane);
         } else {
             F::load_fragments::<FIRST>(p, ring.stage_buffer(), of.number, lane);
         }

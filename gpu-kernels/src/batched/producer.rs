@@ -118,7 +118,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                 // Found before the loops: what a producer does for a stage is time that memory waits.
                 let n_tile = unit.n_tile - passed;
                 let stages = if F::OTHER_HEAD && !plain.is_null() {
-                    <Plain>::stages_of(plain, &wave, n_tile)
+                    Plain::stages_of(plain, &wave, n_tile)
                 } else {
                     F::stages(p, &wave, n_tile)
                 };

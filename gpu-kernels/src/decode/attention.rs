@@ -6,9 +6,9 @@ use core::ops::Range;
 use cuda_std::{bf16, bulk, shared, thread, warp};
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-use super::WIDE;
+use super::WGMMA;
 use super::consumer::{Consumer, pair_with_next, sync};
-use super::producer::{Share, Units, is_short};
+use super::producer::{Share, Units};
 use super::tree::PairRows;
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
 use crate::attention::{
@@ -61,7 +61,7 @@ impl Prepared {
     }
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// What a block can do for attention of several rows before it knows the projections.
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
@@ -77,7 +77,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// Attention over the grid, from the projections to before the blocks' next barrier.
     #[inline(always)]
-    pub unsafe fn attention<const VECTORS: usize, const ONE: bool, const WIDTH: u8>(
+    pub unsafe fn attention<const VECTORS: usize, const ONE: bool, const ATTENTION: u8>(
         &mut self,
         layer: u32,
         mut units: Units,
@@ -100,9 +100,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
-            while let Some(share) = units.take::<ROWS>(p.work.kv_heads, &self.ring) {
+            while let Some(share) = units.take::<ROWS, SHORT>(p.work.kv_heads) {
                 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-                if WIDTH == WIDE {
+                if ATTENTION == WGMMA {
                     self.share_of_all::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
                     continue;
                 }
@@ -257,7 +257,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                             self.stage(layer);
                             sync();
                         }
-                        if is_short(&self.ring) {
+                        if SHORT {
                             later = own.clone();
                         }
                         self.vectors::<VECTORS, ONE, false>(layer, share, (group, tile_rows), fresh, own, warp_id);
@@ -357,10 +357,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
         // SAFETY: the caller's word.
         unsafe {
             let mut found = WarpAttention::NOTHING;
-            // All of the page was loaded.
-            let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
-            let values_in = |page: Ring| values_from(LAYOUT, page.offset() + first, WARP_KEYS - 1, tile.lane);
-            if is_short(&self.ring) {
+            if SHORT {
                 let (page, mut weights) = (self.page_of(tile, pages), [SoftmaxWeights::NOTHING]);
                 if let Some(page) = page {
                     let keys = self.ring.ahead(page);
@@ -372,14 +369,19 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 if let Some(page) = page {
                     let values = self.ring.ahead(page);
                     values.wait_full();
-                    found = add_values(&weights[0], values_in(values));
+                    let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+                    let values = values_from(LAYOUT, values.offset() + first, WARP_KEYS - 1, tile.lane);
+                    found = add_values(&weights[0], values);
                 }
             } else if let Some(page) = self.page_of(tile, pages) {
                 let (keys, values) = (self.ring.ahead(page), self.ring.ahead(pages + page));
                 keys.wait_full();
                 values.wait_full();
+                // All of the page was loaded.
+                let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+                let values = values_from(LAYOUT, values.offset() + first, WARP_KEYS - 1, tile.lane);
                 let [weights] = self.weigh(attend, &[*tile], slot, keys);
-                found = add_values(&weights, values_in(values));
+                found = add_values(&weights, values);
             }
             if !ONE && end {
                 self.release(self.values_after(pages) + pages, tile.lane);
@@ -438,7 +440,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             });
             let skip = self.values_after(pages);
             if let Some(own) = wait {
-                if is_short(&self.ring) {
+                if SHORT {
                     self.release_keys(tile, pages, own);
                 }
                 // A lane a page: looking takes its time.
@@ -469,10 +471,10 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
     }
 
     /// Behind how many of the ring's next stages the values are, of as many `pages` as have keys: a [short
-    /// ring](is_short) has released the keys.
+    /// ring](super::short) has released the keys.
     #[inline(always)]
     fn values_after(&self, pages: u32) -> u32 {
-        if is_short(&self.ring) { 0 } else { pages }
+        if SHORT { 0 } else { pages }
     }
 
     /// Releases so many pages of keys, that values may come; and puts those of the step's `own` rows into them.

@@ -18,7 +18,7 @@ use crate::attention::Divisor;
 use crate::embedding::{embed_each, embed_elements};
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::Norm;
-use crate::ring::{Ring, Shape};
+use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
 use crate::weights::{FragmentFormat, WeightFormat};
@@ -31,8 +31,8 @@ use outputs::{Addend, Output};
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][row][feature]`.
 pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
-/// The consumers' state; of rows that are [so](super::CHAIN) to each other.
-pub struct Consumer<'a, const ROWS: u8> {
+/// The consumers' state; of rows that are [so](super::CHAIN) to each other, with a [short](super::short) ring or not.
+pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub p: &'a DecodeStep,
     /// Rows.
     pub count: u32,
@@ -51,10 +51,10 @@ pub fn sync() {
     thread::sync_named(1, WARPS * 32);
 }
 
-impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
+impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     #[inline(always)]
-    pub fn new(p: &'a DecodeStep, count: u32, flag: u32, shape: Shape) -> Self {
-        let ring = Ring::consumer(shape);
+    pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
+        let ring = Ring::consumer(super::ring(SHORT));
         let (rows, walk) = (Divisor::new(count), Walk::new(thread::grid_dim_x()));
         Self { p, count, flag, turn: 0, ring, rows, walk }
     }
@@ -69,7 +69,7 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
     /// All layers and the head. `ONE` row is exchanged with other blocks as [words with a sequence
     /// flag](crate::exchange), others through memory with grid barriers.
     #[inline(always)]
-    pub unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const WIDTH: u8>(&mut self) {
+    pub unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ATTENTION: u8>(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
             self.mark(Mark::Begin);
@@ -87,9 +87,9 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                 match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
                     (true, false) => F::Products::of_one(self, part, first),
                     (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part, first),
-                    (false, false) => F::Products::of_some::<ROWS, TILES>(self, part, old),
+                    (false, false) => F::Products::of_some::<ROWS, SHORT, TILES>(self, part, old),
                     (false, true) => {
-                        <F::Head as WeightFormat>::Products::of_some::<ROWS, TILES>(self, part, old);
+                        <F::Head as WeightFormat>::Products::of_some::<ROWS, SHORT, TILES>(self, part, old);
                     }
                 }
                 self.mark(match self.p.matrix(thread::opaque(index)) {
@@ -107,7 +107,7 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                     if matrix == Matrix::Qkv {
                         // Scratch memory is free.
                         sync();
-                        self.attention::<1, true, WIDTH>(layer, Units::load());
+                        self.attention::<1, true, ATTENTION>(layer, Units::load());
                     }
                     part = self.part::<F>(index, 0);
                     first = self.first_of_one(&part);
@@ -119,9 +119,9 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
                     let units = self.before_attention(layer);
                     self.wait();
                     if TILES == 1 {
-                        self.attention::<4, false, WIDTH>(layer, units);
+                        self.attention::<4, false, ATTENTION>(layer, units);
                     } else {
-                        self.attention::<8, false, WIDTH>(layer, units);
+                        self.attention::<8, false, ATTENTION>(layer, units);
                     }
                     self.arrive();
                 } else if matrix == Matrix::Output {
@@ -280,11 +280,15 @@ impl<'a, const ROWS: u8> Consumer<'a, ROWS> {
 /// How consumers multiply weights of a format.
 pub trait Products<F: WeightFormat> {
     /// One row's, over all waves of a matrix, of which `part` is the first; and what becomes of the outputs.
-    unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend));
+    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(
+        consumer: &mut Consumer<'_, ROWS, SHORT>,
+        part: Part,
+        first: (Output, Addend),
+    );
 
     /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
-    unsafe fn of_some<const ROWS: u8, const TILES: usize>(
-        consumer: &mut Consumer<'_, ROWS>,
+    unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
+        consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,
         old: [Addend; 2],
     );
@@ -295,14 +299,18 @@ pub struct OfFragments;
 
 impl<F: FragmentFormat> Products<F> for OfFragments {
     #[inline(always)]
-    unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend)) {
+    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(
+        consumer: &mut Consumer<'_, ROWS, SHORT>,
+        part: Part,
+        first: (Output, Addend),
+    ) {
         // SAFETY: the caller's word.
         unsafe { consumer.gemm_of_one::<F>(part, first) }
     }
 
     #[inline(always)]
-    unsafe fn of_some<const ROWS: u8, const TILES: usize>(
-        consumer: &mut Consumer<'_, ROWS>,
+    unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
+        consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,
         old: [Addend; 2],
     ) {

@@ -7,7 +7,7 @@ use super::DecodeStep;
 use super::consumer::Consumer;
 use crate::exchange::{WordKind, Words};
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The words of `kind` that the matrix at `index` puts out, or attention after it.
     #[inline(always)]
     pub fn put_out(&self, kind: WordKind, index: u32) -> Words {

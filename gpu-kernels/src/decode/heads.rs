@@ -10,7 +10,7 @@ use cuda_std::{GlobalMut, bf16, shared, thread};
 
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
-use super::producer::{Share, is_short};
+use super::producer::Share;
 use super::{SCRATCH, SEQUENCES, TREE, WARPS, sequences};
 use crate::attention::{ALL_PAIRS, Divisor, PAIRS, SPLIT};
 use crate::exchange::{Word, WordKind, Words};
@@ -26,7 +26,7 @@ const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
 const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Brings what queries and keys are made with into shared memory; known to all after the next barrier. The first
     /// warp has something else to do when rows are few.
     #[inline(always)]
@@ -68,9 +68,9 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
 
     /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the
     /// ring; with `ONE` also into the cache, which nobody copies from any more then. Of queries and keys a warp makes a
-    /// vector, `N` under way at a time. `WIDE`: all queries as rows for `wgmma`, of one tile.
+    /// vector, `N` under way at a time. `WGMMA`: all queries as rows for `wgmma`, of one tile.
     #[inline(always)]
-    pub unsafe fn vectors<const N: usize, const ONE: bool, const WIDE: bool>(
+    pub unsafe fn vectors<const N: usize, const ONE: bool, const WGMMA: bool>(
         &self,
         layer: u32,
         share: &Share,
@@ -85,7 +85,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let heads = p.work.heads();
             let words = self.put_out(WordKind::Heads, 4 * layer);
             let keys = own.end - own.start;
-            let most = if WIDE { ALL_PAIRS } else { PAIRS };
+            let most = if WGMMA { ALL_PAIRS } else { PAIRS };
             let pairs = tiles.len() as u32 * most;
             let pairs = if ONE { group.value.min(pairs) } else { pairs };
             let all = keys + pairs;
@@ -116,7 +116,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
             let mut values = [[0f32; 4]; VALUES];
             let mut value_asked = [[words.nothing(); 4]; VALUES];
             // A short ring has their places later.
-            let valued = if is_short(&self.ring) { own.start } else { own.end };
+            let valued = if SHORT { own.start } else { own.end };
             unroll!(I < VALUES of 2; {
                 let (row, d) = value(I);
                 if row < valued {
@@ -171,7 +171,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                     if valid {
                         let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
                         let vector = heads.vector(head, x[I], scales[I], factors);
-                        if WIDE && i >= keys {
+                        if WGMMA && i >= keys {
                             // Rows of queries lie as a page's do.
                             vector.store_in_page(LAYOUT, SCRATCH, i - keys);
                         } else if i >= keys {

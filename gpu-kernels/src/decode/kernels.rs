@@ -1,7 +1,7 @@
 //! The decode kernels of what a lane unpacks: of each format, for one row, for few and more rows of a sequence, for a
 //! tree, and for rows of several sequences.
 
-use super::{ANY, CHAIN, DecodeStep, NARROW, SEQUENCES, THREADS, TREE, decode, decode_one};
+use super::{ANY, CHAIN, DecodeStep, MMA, SEQUENCES, THREADS, TREE, decode, decode_one};
 use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized};
 
 entry_points! {
@@ -21,11 +21,11 @@ entry_points! {
     /// The forward pass of 2 to 8 rows.
     decode_8: decode::<Plain, 1, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows.
-    decode_16: decode::<Plain, 2, CHAIN, NARROW>;
+    decode_16: decode::<Plain, 2, CHAIN, MMA>;
     /// [`decode_8`], of packed weights.
     decode_8_lossless: decode::<Lossless, 1, CHAIN, ANY>;
     /// [`decode_16`], of packed weights.
-    decode_16_lossless: decode::<Lossless, 2, CHAIN, NARROW>;
+    decode_16_lossless: decode::<Lossless, 2, CHAIN, MMA>;
     /// [`decode_8`], of layers in FP8.
     decode_8_fp8: decode::<Quantized<Fp8>, 1, CHAIN, ANY>;
     /// [`decode_16`], of layers in FP8.
@@ -39,9 +39,9 @@ entry_points! {
     /// [`decode_16_int4`], with scales in f16.
     decode_16_int4_f16: decode::<Quantized<Int4<2>>, 2, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows that may be a tree.
-    decode_tree: decode::<Plain, 2, TREE, NARROW>;
+    decode_tree: decode::<Plain, 2, TREE, MMA>;
     /// [`decode_tree`], of packed weights.
-    decode_tree_lossless: decode::<Lossless, 2, TREE, NARROW>;
+    decode_tree_lossless: decode::<Lossless, 2, TREE, MMA>;
     /// [`decode_tree`], of layers in FP8.
     decode_tree_fp8: decode::<Quantized<Fp8>, 2, TREE, ANY>;
     /// [`decode_tree`], of layers in int4.

@@ -5,16 +5,16 @@ use core::ops::Range;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, STAGES, TREE, UNITS, WIDE, Walk, sequences};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, STAGES, TREE, UNITS, WGMMA, Walk, sequences};
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, QUARTER, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
-use crate::ring::{Ring, Shape};
+use crate::ring::Ring;
 use crate::weights::WeightFormat;
 
-/// Whether a step of `count` rows is better with wide attention: if its tiles are several, and each block
+/// Whether a step of `count` rows is better with attention by `wgmma`: if its tiles are several, and each block
 /// would have all of a split.
 #[inline(always)]
-pub unsafe fn is_wide(p: &DecodeStep, count: u32) -> bool {
+pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
     // SAFETY: a step has rows.
     let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
     let pairs = count * p.work.group();
@@ -59,7 +59,7 @@ pub struct Share {
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
     #[inline(always)]
-    pub unsafe fn new<const WIDTH: u8>(p: &DecodeStep, count: u32) -> Self {
+    pub unsafe fn new<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
@@ -77,8 +77,8 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        // Of wide attention a block takes all tiles of a split.
-        let (together, units) = if WIDTH == WIDE { (tiles, 1) } else { (1, tiles) };
+        // Of attention by `wgmma` a block takes all tiles of a split.
+        let (together, units) = if ATTENTION == WGMMA { (tiles, 1) } else { (1, tiles) };
         let all = p.work.kv_heads * splits * units;
         let [next, end] = [block, block + 1].map(|block| block * all / grid * together);
         Self { group, tile_rows, splits, tiles, next, end, last }
@@ -168,12 +168,12 @@ impl Units {
         ROWS != TREE && self.tile_rows * self.group.value <= QUARTER
     }
 
-    /// The next that share keys and values, of so many key-value heads, for which `ring` has room: keys leave a [short
-    /// one](is_short) before the values come, and so do with as many tiles as are weighed together.
+    /// The next that share keys and values, of so many key-value heads. Keys leave a [short](super::short) ring before
+    /// the values come: there they are shared by as many tiles as are weighed together.
     #[inline(always)]
-    pub fn take<const ROWS: u8>(&mut self, kv_heads: u32, ring: &Ring) -> Option<Share> {
+    pub fn take<const ROWS: u8, const SHORT: bool>(&mut self, kv_heads: u32) -> Option<Share> {
         let most = if self.are_few::<ROWS>() { 1 } else { 2 };
-        let most = |left: u32| if is_short(ring) { left.min(most) } else { left };
+        let most = |left: u32| if SHORT { left.min(most) } else { left };
         if ROWS == SEQUENCES {
             let (number, most) = (self.next, most(self.end - self.next));
             if self.is_empty() {
@@ -197,7 +197,7 @@ impl Units {
             return None;
         }
         let (item, tile) = divide(self.next, self.tiles);
-        let end = if is_short(ring) {
+        let end = if SHORT {
             self.tiles.min(tile + most(self.end - self.next))
         } else {
             self.tiles.min(tile + self.end - self.next)
@@ -215,20 +215,14 @@ impl Units {
 /// So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then
 /// what memory is fastest with.
 #[inline(always)]
-const fn under_way(one_row: bool, chunks: u32, filled: u32, ring: &Ring) -> u32 {
-    match (one_row, filled < ring.stages()) {
+const fn under_way(one_row: bool, chunks: u32, filled: u32, stages: u32) -> u32 {
+    match (one_row, filled < stages) {
         (true, true) if chunks <= FEW => 2,
         (true, true) => 3,
         (true, false) => 7,
         (false, true) => 2,
         (false, false) => 4,
     }
-}
-
-/// Whether a ring has no room for a split's keys and its values at once.
-#[inline(always)]
-pub const fn is_short(ring: &Ring) -> bool {
-    ring.stages() < 2 * SPLIT_PAGES
 }
 
 /// Chunks of a wave that are over before memory is in its stride: those of models of less than a billion parameters.
@@ -274,7 +268,7 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
 
 /// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: bool, shape: Shape) {
+pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &DecodeStep, one_row: bool) {
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
@@ -286,18 +280,18 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: 
             tensor::acquire(p.page_map);
         }
         let mut walk = Walk::new(thread::grid_dim_x());
-        let mut ring = Ring::producer(shape);
+        let mut ring = Ring::producer(super::ring(SHORT));
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache::<ROWS>(p, &mut ring, index / 4, Units::load(), one_row);
+                produce_cache::<ROWS, SHORT>(p, &mut ring, index / 4, Units::load(), one_row);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
                 walk.chunks = p.head_base;
-                ring = produce_matrix::<F::Head>(p, ring, &mut walk, matrix, one_row);
+                ring = produce_matrix::<F::Head, SHORT>(p, ring, &mut walk, matrix, one_row);
             } else {
-                ring = produce_matrix::<F>(p, ring, &mut walk, matrix, one_row);
+                ring = produce_matrix::<F, SHORT>(p, ring, &mut walk, matrix, one_row);
             }
             index += 1;
         }
@@ -306,7 +300,7 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8>(p: &DecodeStep, one_row: 
 
 /// The block's part of a matrix.
 #[inline(always)]
-unsafe fn produce_matrix<F: WeightFormat>(
+unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
     p: &DecodeStep,
     mut ring: Ring,
     walk: &mut Walk,
@@ -328,7 +322,7 @@ unsafe fn produce_matrix<F: WeightFormat>(
             while q < wave.depth {
                 let mut i = 0;
                 while i < mine {
-                    let most = under_way(one_row, chunks, filled, &ring) * F::UNDER_WAY;
+                    let most = under_way(one_row, chunks, filled, super::ring(SHORT).stages) * F::UNDER_WAY;
                     wait(&ring, if F::UNDER_WAY > 1 { most.min(MOST_UNDER_WAY) } else { most });
                     F::fill(p, &ring, &wave, i * grid + place, q);
                     ring = ring.ahead(1);
@@ -345,21 +339,27 @@ unsafe fn produce_matrix<F: WeightFormat>(
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not
 /// there yet: consumers put it in.
 #[inline(always)]
-unsafe fn produce_cache<const ROWS: u8>(p: &DecodeStep, ring: &mut Ring, layer: u32, mut units: Units, one_row: bool) {
+unsafe fn produce_cache<const ROWS: u8, const SHORT: bool>(
+    p: &DecodeStep,
+    ring: &mut Ring,
+    layer: u32,
+    mut units: Units,
+    one_row: bool,
+) {
     // SAFETY: the caller's word.
     unsafe {
         let cache = p.cache(layer);
         let sequence_of = |row: u32| p.work.rows.sequences.load(row as usize);
         let of_all = sequence_of(0);
         let mut filled = 0;
-        while let Some(Share { kv_head, split, pages, first_row, .. }) = units.take::<ROWS>(p.work.kv_heads, ring) {
+        while let Some(Share { kv_head, split, pages, first_row, .. }) = units.take::<ROWS, SHORT>(p.work.kv_heads) {
             let sequence = if ROWS == SEQUENCES { sequence_of(first_row) } else { of_all };
             let mut i = 0;
             while i < 2 * pages {
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;
                 let block = cache.block_index(sequence, position / PAGE_TOKENS, kv_head);
                 let row = (2 * block + u32::from(i >= pages)) * PAGE_TOKENS;
-                wait(ring, under_way(one_row, u32::MAX, filled, ring));
+                wait(ring, under_way(one_row, u32::MAX, filled, super::ring(SHORT).stages));
                 fill(ring, p.page_map, row, layer);
                 *ring = ring.ahead(1);
                 filled += 1;

@@ -1,5 +1,5 @@
 //! The decode kernels for cards whose blocks have less shared memory than Hopper's: 99 KiB from compute capability
-//! 12.0 on, where the ring has [4 stages](SHORT_STAGES) instead of 12.
+//! 12.0 on, where the ring has [4 stages](super::SHORT_STAGES) instead of 12.
 //!
 //! A split's keys fill it. They are weighed and released, and the split's values come into the same stages. Tiles that
 //! are not weighed together have their keys come again, from L2.
@@ -7,7 +7,7 @@
 //! A barrier only tells two successive phases apart, so no warp may skip a whole turn of the ring. Every warp therefore
 //! reads every chunk of a GEMM, as it does for several rows, and one row runs like several.
 
-use super::{ANY, CHAIN, DecodeStep, SEQUENCES, SHORT_STAGES, THREADS, TREE, run};
+use super::{ANY, CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, run};
 use crate::step::MAX_DECODE_ROWS;
 use crate::weights::Plain;
 
@@ -18,7 +18,7 @@ unsafe fn decode<const ROWS: u8>(p: &DecodeStep) {
     unsafe {
         let count = p.work.rows.count.load(0).min(MAX_DECODE_ROWS);
         if count > 0 {
-            run::<Plain<SHORT_STAGES>, 2, false, ROWS, ANY>(p, count);
+            run::<Plain, 2, false, ROWS, ANY, true>(p, count);
         }
     }
 }

@@ -72,7 +72,7 @@ impl PairRows {
     }
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Whether a split has positions behind the root's.
     #[inline(always)]
     pub fn has_paths(&self, split: u32) -> bool {

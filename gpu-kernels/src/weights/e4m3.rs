@@ -19,6 +19,6 @@ impl WeightFormat for E4m3 {
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
-        unsafe { <Plain>::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }
+        unsafe { Plain::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }
     }
 }

@@ -58,10 +58,10 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path() {
         for &(length, rows) in &steps[..if i == 0 { steps.len() } else { 2 }] {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
             let device = host::device::Device::emulator(i as u64 * 100);
-            let [streamed, launched, wide] =
+            let [fused, unfused, batched] =
                 decode_unfused_and_batched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
-            assert_eq!(streamed, launched, "{} with {rows} rows of {length}", case.name);
-            assert_eq!(wide, launched, "{} with {rows} rows of {length}, wide", case.name);
+            assert_eq!(fused, unfused, "{} with {rows} rows of {length}", case.name);
+            assert_eq!(batched, unfused, "{} with {rows} rows of {length}, batched", case.name);
         }
     }
 }
@@ -96,9 +96,9 @@ fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
     let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
     let device = host::device::Device::emulator(u64::from(length));
     let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
-    let [streamed, launched, wide] = decode_unfused_and_batched(&device, &config, weights, &tokens, rows);
-    assert_eq!(streamed, launched, "{rows} rows of {length}, {code:?}");
-    assert_eq!(wide, launched, "{rows} rows of {length}, {code:?}, wide");
+    let [fused, unfused, batched] = decode_unfused_and_batched(&device, &config, weights, &tokens, rows);
+    assert_eq!(fused, unfused, "{rows} rows of {length}, {code:?}");
+    assert_eq!(batched, unfused, "{rows} rows of {length}, {code:?}, batched");
 }
 
 /// One tile of 96 rows and of 128, and two of each; of codes, whose tiles have 64 rows and 128; and of packed weights,
@@ -134,10 +134,10 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
         let device = host::device::Device::emulator_with(u64::from(sequences), &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
         assert_eq!(weights.packed().is_some(), lossless == Some(true));
-        let [launched, wide, by_gemm, _] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
-        assert!(launched.iter().all(|logit| logit.is_finite()));
-        assert!(wide == launched, "{sequences} sequences, {code:?}, packed: {lossless:?}");
-        assert!(by_gemm == launched, "{sequences} sequences, {code:?}, products as launches");
+        let [unfused, batched, by_gemm, _] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
+        assert!(unfused.iter().all(|logit| logit.is_finite()));
+        assert!(batched == unfused, "{sequences} sequences, {code:?}, packed: {lossless:?}");
+        assert!(by_gemm == unfused, "{sequences} sequences, {code:?}, GEMMs as launches");
     }
 }
 
@@ -180,9 +180,9 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
             Config { num_hidden_layers, num_attention_heads: q_heads, num_key_value_heads: kv_heads, ..config.clone() };
         let device = host::device::Device::emulator_with(positions.len() as u64, &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
-        let [launched, .., few] = unfused_and_batched(&device, &config, weights, &positions);
-        assert!(launched.iter().all(|logit| logit.is_finite()));
-        assert!(few == launched, "{positions:?}, {q_heads} and {kv_heads} heads, {code:?}");
+        let [unfused, .., few] = unfused_and_batched(&device, &config, weights, &positions);
+        assert!(unfused.iter().all(|logit| logit.is_finite()));
+        assert!(few == unfused, "{positions:?}, {q_heads} and {kv_heads} heads, {code:?}");
     }
 }
 

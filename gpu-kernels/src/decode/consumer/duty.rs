@@ -413,7 +413,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
     /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly.
     #[inline(always)]
-    pub(super) unsafe fn turn(
+    pub(super) unsafe fn turn<const SHORT: bool>(
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
@@ -425,7 +425,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
             // The chunks of a turn may be more than a short ring has stages. No function: that has other machine code.
             macro_rules! ahead {
                 ($n:expr) => {
-                    if F::RING_STAGES < N_TILES { ring.ahead($n / 2).ahead($n - $n / 2) } else { ring.ahead($n) }
+                    if SHORT { ring.ahead($n / 2).ahead($n - $n / 2) } else { ring.ahead($n) }
                 };
             }
             let mine = part.mine;

@@ -36,14 +36,18 @@ pub struct OfCodes;
 
 impl Products<E4m3> for OfCodes {
     #[inline(always)]
-    unsafe fn of_one<const ROWS: u8>(consumer: &mut Consumer<'_, ROWS>, part: Part, first: (Output, Addend)) {
+    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(
+        consumer: &mut Consumer<'_, ROWS, SHORT>,
+        part: Part,
+        first: (Output, Addend),
+    ) {
         // SAFETY: the caller's word.
         unsafe { consumer.e4m3_of_one(part, first) }
     }
 
     #[inline(always)]
-    unsafe fn of_some<const ROWS: u8, const TILES: usize>(
-        consumer: &mut Consumer<'_, ROWS>,
+    unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
+        consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,
         old: [Addend; 2],
     ) {

@@ -153,7 +153,7 @@ pub unsafe fn ask_for_factor(flag: u32) {
     }
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// [`gemm`](Self::gemm) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
     /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
     /// fragments. What does not need them is done while they come.
@@ -253,7 +253,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                             } else {
                                 let mut i = turn;
                                 while i < end {
-                                    duty.turn(p, &mut acc, (&mut ring, &part), &columns(i));
+                                    duty.turn::<SHORT>(p, &mut acc, (&mut ring, &part), &columns(i));
                                     i += 1;
                                 }
                             }

@@ -63,7 +63,7 @@ pub fn pair_with_next(x: bf16) -> u32 {
     x | warp::shuffle_xor(x, 1) << 16
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The outputs of a part.
     #[inline(always)]
     pub(super) fn outputs(&self, part: &Part) -> Outputs {

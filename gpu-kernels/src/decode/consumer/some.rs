@@ -16,7 +16,7 @@ pub(super) const fn slot(row: u32, feature: u32) -> u32 {
     (row ^ (row >> 1 & 1)) * N_TILE + (feature ^ ((row >> 2 & 1) * 8))
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
     /// of them are added to.
     #[inline(always)]
@@ -85,7 +85,7 @@ impl<const ROWS: u8> Consumer<'_, ROWS> {
                 }
                 while turn < part.depth {
                     let next = fetch(turn + 1);
-                    duty.turn(self.p, &mut acc, (&mut ring, &part), &b);
+                    duty.turn::<SHORT>(self.p, &mut acc, (&mut ring, &part), &b);
                     if normed && turn == 0 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }

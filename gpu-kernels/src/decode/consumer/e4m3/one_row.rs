@@ -37,7 +37,7 @@ const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + QUERY_BYTES);
 /// From one row's columns of slice 0 on to those of slice 4 on.
 pub const SECOND: u32 = SLICES / 2 * 16;
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
     #[inline(always)]
     pub unsafe fn e4m3_of_one(&mut self, mut part: Part, mut first: (Output, Addend)) {

@@ -28,7 +28,7 @@ const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + SCRATCH_BYTES);
 /// What a lane has of some rows' codes of a chunk: four times 16 bytes, and a scale.
 type Codes = ([[u32; 4]; 4], f32);
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Makes codes of all rows' activations, `[count, k]`, spread over the grid: a warp takes four groups of a row at a
     /// time. Groups beyond `k` in the last chunk are zeros.
     #[inline(always)]

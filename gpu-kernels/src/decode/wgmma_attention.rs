@@ -23,7 +23,7 @@ use super::attention::{LAYOUT, QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
 use super::producer::Share;
 use super::tree::{PairRows, RowScores};
-use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, THREADS, TREE, WIDE, decode};
+use super::{CHAIN, DecodeStep, SCRATCH, SCRATCH_BYTES, THREADS, TREE, WGMMA, decode};
 use crate::attention::{
     ALL_PAIRS, Attend, Divisor, PAIRS, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, weigh_windows, weight,
 };
@@ -48,41 +48,41 @@ const _: () = assert!(QUERY_BYTES + 2 * 2 * SCALES <= SCRATCH_BYTES);
 
 /// [`decode_16`](super::decode_16), of long contexts.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_wide(p: DecodeStep) {
+pub unsafe fn decode_16_wgmma(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<Plain, 2, CHAIN, WIDE>(&p);
+        decode::<Plain, 2, CHAIN, WGMMA>(&p);
     }
 }
 
-/// [`decode_16_wide`], of packed weights.
+/// [`decode_16_wgmma`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_wide_lossless(p: DecodeStep) {
+pub unsafe fn decode_16_wgmma_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<Lossless, 2, CHAIN, WIDE>(&p);
+        decode::<Lossless, 2, CHAIN, WGMMA>(&p);
     }
 }
 
 /// [`decode_tree`](super::decode_tree), of long contexts.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_wide(p: DecodeStep) {
+pub unsafe fn decode_tree_wgmma(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<Plain, 2, TREE, WIDE>(&p);
+        decode::<Plain, 2, TREE, WGMMA>(&p);
     }
 }
 
-/// [`decode_tree_wide`], of packed weights.
+/// [`decode_tree_wgmma`], of packed weights.
 #[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_wide_lossless(p: DecodeStep) {
+pub unsafe fn decode_tree_wgmma_lossless(p: DecodeStep) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         wgmma::declare();
-        decode::<Lossless, 2, TREE, WIDE>(&p);
+        decode::<Lossless, 2, TREE, WGMMA>(&p);
     }
 }
 
@@ -212,7 +212,7 @@ impl Scales {
     }
 }
 
-impl<const ROWS: u8> Consumer<'_, ROWS> {
+impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// All pairs of the step against a share's keys and values in the ring's next stages, of which nothing is
     /// released. The queries are in place. `turn` counts such shares.
     #[inline(always)]

@@ -1,0 +1,108 @@
+//! The keys and values that a step adds, where a warp of [attention](super::attention) has them among its own.
+
+use cuda_std::shared::Shared;
+use cuda_std::{bf16, warp};
+
+use super::BatchedStep;
+use super::attention::Item;
+use crate::attention::WARP_KEYS;
+use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
+use crate::qkv::{Factors, Weight, pack_value};
+
+/// This step's keys and values, for a warp that has them among its own.
+pub struct Newest {
+    /// A lane's part of the norm's weights.
+    weight: Weight,
+    /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
+    key: Option<Shared<bf16>>,
+    /// Four dimensions a lane of that row's value, if it is among the warp's: asked for before anything is waited for.
+    value: [f32; 4],
+}
+
+impl Newest {
+    #[inline(always)]
+    pub unsafe fn load(
+        p: &BatchedStep,
+        weight: Weight,
+        item: &Item,
+        first_key: u32,
+        lane: u32,
+        queries: Shared<bf16>,
+    ) -> Self {
+        let mut newest = Self { weight, key: None, value: [0.0; 4] };
+        let group = p.work.group();
+        // SAFETY: the caller's word.
+        unsafe {
+            if item.brings_key(group) {
+                newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
+            }
+            if (first_key..first_key + WARP_KEYS).contains(&item.last) {
+                newest.value = p.work.heads().load_value(item.first_row + item.rows - 1, item.kv_head, lane * 4);
+            }
+        }
+        newest
+    }
+
+    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on:
+    /// `visit(row, position)`.
+    #[inline(always)]
+    unsafe fn rows(p: &BatchedStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
+        let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
+        while first_key <= position {
+            if position < first_key + WARP_KEYS {
+                visit(row, position);
+            }
+            if row + item.rows_before == item.first_row {
+                break;
+            }
+            row -= 1;
+            // SAFETY: a row of the tile's sequence.
+            position = unsafe { p.work.rows.positions.load(row as usize) };
+        }
+        warp::sync_warp();
+    }
+
+    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache
+    /// they come later.
+    #[inline(always)]
+    pub unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        let heads = p.work.heads();
+        // SAFETY: the caller's word.
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let to = page.at((position % PAGE_TOKENS * HEAD_DIM) as usize);
+                if position == item.last
+                    && let Some(key) = self.key
+                {
+                    // Both are rows of that position.
+                    let words = key.cast::<[u32; 2]>().load(lane as usize);
+                    to.cast().store(lane as usize, words);
+                } else {
+                    let head = heads.q_heads + item.kv_head;
+                    let x = heads.load(row, head);
+                    let [scale] = heads.scales(&[x]);
+                    let factors = || Factors::of(self.weight, p.work.cos, p.work.sin, position);
+                    heads.vector(head, x, scale, factors).store_shared(to, position);
+                }
+            });
+        }
+    }
+
+    /// The same of values.
+    #[inline(always)]
+    pub unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            Self::rows(p, item, first_key, |row, position| {
+                let value = if position == item.last {
+                    self.value
+                } else {
+                    p.work.heads().load_value(row, item.kv_head, lane * 4)
+                };
+                let words = pack_value(value);
+                let at = position % PAGE_TOKENS * HEAD_DIM + place(position, lane * 4);
+                page.cast().store(at as usize / 4, words);
+            });
+        }
+    }
+}
