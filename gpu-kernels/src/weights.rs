@@ -65,6 +65,9 @@ pub(crate) trait WeightFormat: Copy {
     const INPUTS: u32 = 1;
 
     /// Starts the copies of an N-tile's chunks from `q` on to a stage: a whole warp does it.
+    ///
+    /// # Safety
+    /// `p` is a launch's parameter block, and the wave and N-tile are of its weights. The stage is empty.
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32);
 }
 
@@ -80,6 +83,10 @@ pub(crate) trait FragmentFormat: WeightFormat {
     /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called with the
     /// numbers from 0 to 7 in turn, each before the fragment with that number is there: what is done with the last
     /// one's fragments is done while these are made.
+    ///
+    /// # Safety
+    /// `p` is a launch's parameter block. The whole warp calls it, having waited for the stage, which nobody fills or
+    /// releases meanwhile.
     unsafe fn load(
         p: &DecodeStep,
         chunk: (&Ring, u32),
@@ -89,6 +96,9 @@ pub(crate) trait FragmentFormat: WeightFormat {
     ) -> WeightFragments;
 
     /// What the sums of the matrix with this index have to be multiplied with.
+    ///
+    /// # Safety
+    /// `p` is a launch's parameter block, whose weights have the matrix.
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
 }
 

@@ -15,10 +15,17 @@ pub(crate) trait BatchedFormat: FragmentFormat {
 
     /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::stream::TOGETHER) N-tiles from
     /// `n_tile` on.
+    ///
+    /// # Safety
+    /// `p` is a launch's parameter block, and the wave and N-tile are of its weights.
     unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;
 
     /// The fragments of a warp's N-tile of a stage of this split-K partial, which is full, into the registers of four
     /// instructions from `FIRST` on: 0 for the partial's stages with an even number, and 4.
+    ///
+    /// # Safety
+    /// `p` is a launch's parameter block. The whole warp calls it, having waited for the stage, which nobody fills or
+    /// releases meanwhile; no MMA reads these registers.
     unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32);
 
     /// Whether stages are unpacked in pairs, by [`unpack_pair`](Self::unpack_pair), as long as there are two.
@@ -26,6 +33,9 @@ pub(crate) trait BatchedFormat: FragmentFormat {
 
     /// The fragments of a warp's N-tile of two stages of a split-K partial, which are full, the first with an even
     /// number.
+    ///
+    /// # Safety
+    /// As for [`load_fragments`](Self::load_fragments), of both stages.
     unsafe fn unpack_pair(_: &BatchedStep, _stages: [Shared<u8>; 2], _lane: u32) -> WeightFragments {
         WeightFragments::default()
     }
