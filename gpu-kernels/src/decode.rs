@@ -69,7 +69,7 @@ pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_t
 pub use kernels::*;
 use producer::{Units, produce};
 #[cfg(not(cuda_arch = "sm_90a"))]
-pub use short::{decode_sequences_short, decode_short, decode_tree_short};
+pub use short::*;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use wgmma_attention::{decode_16_wgmma, decode_16_wgmma_lossless, decode_tree_wgmma, decode_tree_wgmma_lossless};
 
@@ -392,7 +392,7 @@ unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
         || (p.has_wgmma_attention != 0 && unsafe { producer::wants_wgmma(p, count) }) == (ATTENTION == WGMMA)
 }
 
-/// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`, of formats that are not costly.
+/// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`.
 #[inline(always)]
 unsafe fn run<
     F: WeightFormat,

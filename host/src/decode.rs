@@ -113,7 +113,7 @@ impl Decode {
             return Ok(None);
         }
         let has_short_ring = !device.has_full_ring();
-        if has_short_ring && !matches!(weights.compact, Compact::None) {
+        if has_short_ring && matches!(weights.compact, Compact::Packed(_) | Compact::E4m3(_)) {
             return Ok(None);
         }
         let norms = weights.layers.iter().flat_map(|layer| {
@@ -261,13 +261,32 @@ impl Decode {
     /// # Safety
     /// As for [`launch`](Self::launch).
     unsafe fn launch_short(&self, device: &Device, rows: ShortRows, step: DecodeStep) -> Result<(), Error> {
-        let (grid, shared) = (self.grid, decode::SHORT_SHARED_BYTES);
+        use decode::*;
+        macro_rules! of_format {
+            ($chain:ty, $tree:ty, $sequences:ty) => {
+                match rows {
+                    ShortRows::Chain => device.launch_cooperative::<$chain>(self.grid, SHORT_SHARED_BYTES, step),
+                    ShortRows::Tree => device.launch_cooperative::<$tree>(self.grid, SHORT_SHARED_BYTES, step),
+                    ShortRows::Sequences => {
+                        device.launch_cooperative::<$sequences>(self.grid, SHORT_SHARED_BYTES, step)
+                    }
+                }
+            };
+        }
         // SAFETY: the caller's word.
         unsafe {
-            match rows {
-                ShortRows::Chain => device.launch_cooperative::<decode::decode_short>(grid, shared, step),
-                ShortRows::Tree => device.launch_cooperative::<decode::decode_tree_short>(grid, shared, step),
-                ShortRows::Sequences => device.launch_cooperative::<decode::decode_sequences_short>(grid, shared, step),
+            match &self.weights {
+                StepWeights::Plain => of_format!(decode_short, decode_tree_short, decode_sequences_short),
+                StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..) => {
+                    of_format!(decode_short_fp8, decode_tree_short_fp8, decode_sequences_short_fp8)
+                }
+                StepWeights::Quantized(Coding { is_fine: false, .. }, ..) => {
+                    of_format!(decode_short_int4, decode_tree_short_int4, decode_sequences_short_int4)
+                }
+                StepWeights::Quantized(Coding { is_fine: true, .. }, ..) => {
+                    of_format!(decode_short_int4_f16, decode_tree_short_int4_f16, decode_sequences_short_int4_f16)
+                }
+                StepWeights::Lossless(..) | StepWeights::E4m3(..) => unreachable!("a format without such a kernel"),
             }
         }
     }

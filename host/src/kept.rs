@@ -42,7 +42,7 @@ impl Kept {
     /// # Errors
     /// As [`of`](Self::of).
     pub(crate) fn coded(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Self>, Error> {
-        if !device.capabilities().has_full_ring() || device.options().lossless == Some(false) {
+        if !device.capabilities().has_decode_kernel() || device.options().lossless == Some(false) {
             return Ok(None);
         }
         let coding = Coding::of(&checkpoint.weights()?).filter(|coding| coding.is_for(device));

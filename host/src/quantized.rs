@@ -95,7 +95,7 @@ impl Coding {
 
     /// Whether a device keeps such codes: the GEMMs of e4m3 are there whatever runs a decode step.
     pub fn is_for(self, device: &Device) -> bool {
-        if self.in_blocks { device.capabilities().has_gemms() } else { device.has_full_ring() }
+        if self.in_blocks { device.capabilities().has_gemms() } else { device.has_decode_kernel() }
     }
 
     /// Whether GEMMs of e4m3 take such codes.

@@ -178,7 +178,7 @@ fn the_main_module_has_what_answers_need_and_no_more() {
         "ngram_match_mixed_i32",
     ];
     let from_90 = ["decode_1", "decode_16_lossless", "decode_tree", "decode_8_sequences_int4", "pack_weights"];
-    let after_hopper = ["decode_short", "decode_tree_short", "decode_sequences_short"];
+    let after_hopper = ["decode_short", "decode_short_int4", "decode_tree_short_fp8", "decode_sequences_short"];
     let of_hopper = ["decode_1_e4m3", "batched_64", "batched_128", "prefill_attention", "pack_pages"];
     assert!(IMAGES.iter().all(|image| image.module == MAIN) && benches::MODULES.iter().all(|i| i.module == "bench"));
     for arch in ["sm_80", "sm_90", "sm_90a"] {

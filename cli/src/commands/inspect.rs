@@ -236,7 +236,11 @@ impl Findings {
                 |of: Capabilities| command.load.options.lossless == Some(true) || Kept::packing_pays(config, &of);
             let packed = packed_alone.filter(|_| card.capabilities.is_some_and(packs));
             let kept = coded.or(packed);
-            let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_full_ring()));
+            let reads = |kept: &Kept, of: Capabilities| match kept.coding() {
+                Some(_) => of.has_decode_kernel(),
+                None => of.has_full_ring(),
+            };
+            let kept = kept.filter(|kept| card.capabilities.is_some_and(|of| reads(kept, of)));
             let room = card.memory.saturating_sub(DRIVER_BYTES);
             let least = footprint.keeping(config, kept);
             Card {

@@ -322,8 +322,10 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
             while q < wave.depth {
                 let mut i = 0;
                 while i < mine {
-                    let most = under_way(one_row, chunks, filled, super::ring(SHORT).stages) * F::UNDER_WAY;
-                    wait(&ring, if F::UNDER_WAY > 1 { most.min(MOST_UNDER_WAY) } else { most });
+                    let stages = super::ring(SHORT).stages;
+                    let most = under_way(one_row, chunks, filled, stages) * F::UNDER_WAY;
+                    let limit = if SHORT { stages } else { MOST_UNDER_WAY };
+                    wait(&ring, if F::UNDER_WAY > 1 { most.min(limit) } else { most });
                     F::fill(p, &ring, &wave, i * grid + place, q);
                     ring = ring.ahead(1);
                     filled += 1;

@@ -9,16 +9,18 @@
 
 use super::{ANY, CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, run};
 use crate::step::MAX_DECODE_ROWS;
-use crate::weights::Plain;
+use crate::weights::{Fp8, FragmentFormat, Int4, Plain, Quantized};
 
 /// A step of any rows.
 #[inline(always)]
-unsafe fn decode<const ROWS: u8>(p: &DecodeStep) {
+unsafe fn decode<F: FragmentFormat, const ROWS: u8>(p: &DecodeStep) {
+    // Fragments that are made in a stage are one half's of the block.
+    const { assert!(!F::IN_PLACE) };
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(MAX_DECODE_ROWS);
         if count > 0 {
-            run::<Plain, 2, false, ROWS, ANY, true>(p, count);
+            run::<F, 2, false, ROWS, ANY, true>(p, count);
         }
     }
 }
@@ -26,12 +28,30 @@ unsafe fn decode<const ROWS: u8>(p: &DecodeStep) {
 entry_points! {
     (threads = THREADS, min_blocks = 1) of DecodeStep:
 
-    /// The forward pass of 1 to 16 rows. Shared memory, as of the next two: [`SHORT_SHARED_BYTES`].
+    /// The forward pass of 1 to 16 rows. Shared memory, as of all of these: [`SHORT_SHARED_BYTES`].
     ///
     /// [`SHORT_SHARED_BYTES`]: super::SHORT_SHARED_BYTES
-    decode_short: decode::<CHAIN>;
+    decode_short: decode::<Plain, CHAIN>;
+    /// [`decode_short`], of layers in FP8.
+    decode_short_fp8: decode::<Quantized<Fp8>, CHAIN>;
+    /// [`decode_short`], of layers in int4.
+    decode_short_int4: decode::<Quantized<Int4<1>>, CHAIN>;
+    /// [`decode_short_int4`], with scales in f16.
+    decode_short_int4_f16: decode::<Quantized<Int4<2>>, CHAIN>;
     /// The forward pass of 1 to 16 rows that may be a tree.
-    decode_tree_short: decode::<TREE>;
-    /// The forward pass of 1 to 16 rows, each of a sequence of its own.
-    decode_sequences_short: decode::<SEQUENCES>;
+    decode_tree_short: decode::<Plain, TREE>;
+    /// [`decode_tree_short`], of layers in FP8.
+    decode_tree_short_fp8: decode::<Quantized<Fp8>, TREE>;
+    /// [`decode_tree_short`], of layers in int4.
+    decode_tree_short_int4: decode::<Quantized<Int4<1>>, TREE>;
+    /// [`decode_tree_short_int4`], with scales in f16.
+    decode_tree_short_int4_f16: decode::<Quantized<Int4<2>>, TREE>;
+    /// The forward pass of 1 to 16 rows of several sequences.
+    decode_sequences_short: decode::<Plain, SEQUENCES>;
+    /// [`decode_sequences_short`], of layers in FP8.
+    decode_sequences_short_fp8: decode::<Quantized<Fp8>, SEQUENCES>;
+    /// [`decode_sequences_short`], of layers in int4.
+    decode_sequences_short_int4: decode::<Quantized<Int4<1>>, SEQUENCES>;
+    /// [`decode_sequences_short_int4`], with scales in f16.
+    decode_sequences_short_int4_f16: decode::<Quantized<Int4<2>>, SEQUENCES>;
 }

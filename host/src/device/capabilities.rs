@@ -109,8 +109,8 @@ impl Capabilities {
         self.bulk_copies && self.shared_bytes >= decode::SHORT_SHARED_BYTES
     }
 
-    /// Whether that launch reads packed weights and codes too: with less shared memory its ring is short, and has bf16
-    /// weights alone.
+    /// Whether that launch reads packed weights too, and has a kernel of its own for one row: with less shared memory
+    /// its ring is short.
     pub const fn has_full_ring(&self) -> bool {
         self.has_decode_kernel() && self.shared_bytes >= decode::SHARED_BYTES
     }

@@ -325,7 +325,7 @@ impl Device {
         self.capabilities().has_decode_kernel() && !self.options().unfused
     }
 
-    /// Whether that launch reads packed weights and codes: see [`Capabilities::has_full_ring`].
+    /// Whether that launch reads packed weights: see [`Capabilities::has_full_ring`].
     pub fn has_full_ring(&self) -> bool {
         self.capabilities().has_full_ring() && !self.options().unfused
     }

@@ -15,6 +15,7 @@ use integration_tests::{
     GoldenCase, answer, check_decode_calls, engine_with, format_cases, golden_cases, greedy, relative_error, run,
     uploaded,
 };
+use model::format::Code;
 use model::{Checkpoint, Sampling};
 
 /// As in `golden_emulated.rs`.
@@ -85,10 +86,17 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
 /// step's own positions lie in two pages, which the kernel's two warpgroups have.
 #[test]
 fn steps_of_any_rows_give_the_bits_of_launches() {
-    let devices = [Device::emulator(5), Device::emulator_with(5, &short_ring())];
-    for (device, tree) in devices.iter().flat_map(|device| [(device, false), (device, true)]) {
-        let sizes = DecodeSizes { contexts: vec![40, 600, 648], rows: vec![1, 5, 16], tree, ..DecodeSizes::small() };
-        let (heads, context) = (sizes.config.num_key_value_heads as u32, sizes.contexts[1]);
+    let (hopper, short) = (&Device::emulator(5), &Device::emulator_with(5, &short_ring()));
+    // Whose stages have the chunks of two turns, and at the end of a row those of one.
+    let int4 = Some(Code::Int4);
+    let cases = [(hopper, false, None), (hopper, true, None), (short, false, None), (short, true, None)];
+    for (device, tree, code) in cases.into_iter().chain([(short, false, int4), (short, true, int4)]) {
+        let mut sizes =
+            DecodeSizes { contexts: vec![40, 600, 648], rows: vec![1, 5, 16], tree, code, ..DecodeSizes::small() };
+        if code.is_some() {
+            (sizes.contexts, sizes.config.intermediate_size) = (vec![600], 1280);
+        }
+        let (heads, context) = (sizes.config.num_key_value_heads as u32, 600u32);
         assert!(DecodeStep::is_long(heads, context.div_ceil(SPLIT), device.capabilities().sms));
         let mut watch = |_: Event<'_>| {};
         let mut bench = Bench::new(device, 1, &mut watch).unwrap_or_else(|e| panic!("{e}"));
@@ -156,6 +164,14 @@ fn quantised_weights_are_read_as_codes() {
         let same = if in_e4m3 { unfused() } else { plain };
         let (mut plain, mut codes) = (engine(&same), engine(&DeviceOptions::default()));
         assert!(codes.score(&prompt).unwrap() == plain.score(&prompt).unwrap(), "{}", case.name);
+        if smaller && !in_e4m3 {
+            assert_eq!(compact(&short_ring()), compact(&DeviceOptions::default()), "{}, a short ring", case.name);
+            for draft in [None, Some(EAGER)] {
+                let greedy = greedy(&prompt, 8, draft);
+                let expected = answer(&mut plain, &greedy).tokens;
+                assert_eq!(answer(&mut engine(&short_ring()), &greedy).tokens, expected, "{}, a short ring", case.name);
+            }
+        }
         if smaller {
             let greedy = greedy(&prompt, 8, None);
             assert_eq!(

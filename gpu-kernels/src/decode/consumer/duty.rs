@@ -29,9 +29,9 @@ pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
 /// What falls to a warp: of the GEMMs' [split-K partials](crate::linear#order) the one numbered `k_split`, whose slices
 /// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, deal
 /// N-tiles between them if rows are one tile of 8, or fragments are [costly](FragmentFormat::COSTLY), or else the two
-/// tiles.
+/// tiles; of a [short](crate::decode) ring always the tiles.
 #[derive(Clone, Copy)]
-pub(super) struct Duty<F, const TILES: usize> {
+pub(super) struct Duty<F, const TILES: usize, const SHORT: bool> {
     pub(super) lane: u32,
     pub(super) warp_id: u32,
     format: PhantomData<F>,
@@ -70,9 +70,9 @@ pub(super) const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
     [words[i % 2 * 2], words[i % 2 * 2 + 1]]
 }
 
-impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
+impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SHORT> {
     /// Whether a split-K partial's warps deal N-tiles.
-    const BY_N_TILES: bool = TILES == 1 || F::COSTLY;
+    const BY_N_TILES: bool = !SHORT && (TILES == 1 || F::COSTLY);
     /// Tiles of rows of a warp.
     pub(super) const OWN_TILES: usize = if Self::BY_N_TILES { TILES } else { 1 };
     /// Most N-tiles of a warp.
@@ -125,11 +125,11 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     /// before this one may have been the other half's, for which this warp did not wait. It came: this warp had one of
     /// the last three chunks, or met the block since, and the producer has no more than 9 under way.
     #[inline(always)]
-    pub(super) unsafe fn load(&self, p: &DecodeStep, stage: &Ring) -> WeightFragments {
+    pub(super) unsafe fn load(&self, p: &DecodeStep, stage: &Ring, chunk: u32) -> WeightFragments {
         // SAFETY: the caller's word.
         unsafe {
             stage.wait_likely_full();
-            F::load(p, (stage, 0), self.k_split(), self.lane, |_| {})
+            F::load(p, (stage, chunk), self.k_split(), self.lane, |_| {})
         }
     }
 
@@ -167,7 +167,7 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
         if F::COSTLY && own > 0 {
             // SAFETY: the caller's word.
             unsafe {
-                ready.weights = self.load(p, &tile.stage);
+                ready.weights = self.load(p, &tile.stage, 0);
                 self.release_loaded(&tile);
             }
         }
@@ -411,13 +411,14 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
     }
 
     /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
-    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly.
+    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly, and for
+    /// short rings.
     #[inline(always)]
-    pub(super) unsafe fn turn<const SHORT: bool>(
+    pub(super) unsafe fn turn(
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
-        (ring, part): (&mut Ring, &Part),
+        (ring, part, turn): (&mut Ring, &Part, u32),
         columns: &[Columns; TILES],
     ) {
         // SAFETY: the caller's word.
@@ -429,6 +430,8 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                 };
             }
             let mine = part.mine;
+            let (chunk_of, ends) =
+                if SHORT { (turn % F::CHUNKS, Self::ends_stage(turn, part.depth)) } else { (0, true) };
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.n_tiles(thread::opaque(mine));
             // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
@@ -437,22 +440,25 @@ impl<F: FragmentFormat, const TILES: usize> Duty<F, TILES> {
                 let chunk = ahead!(self.n_tile(s as u32));
                 if s as u32 + 1 < own {
                     let next = ahead!(self.n_tile(s as u32 + 1));
-                    let (low, high) = (self.load(p, &chunk), self.load(p, &next));
-                    release(if self.lane < Self::ARRIVALS { chunk } else { next }, self.lane < 2 * Self::ARRIVALS);
+                    let (low, high) = (self.load(p, &chunk, chunk_of), self.load(p, &next, chunk_of));
+                    let arrives = ends && self.lane < 2 * Self::ARRIVALS;
+                    release(if self.lane < Self::ARRIVALS { chunk } else { next }, arrives);
                     unroll!(I < 8; {
                         let b = columns_of(&columns[0], I);
                         acc[s] = mma::m16n8k16_bf16(acc[s], low[I], b);
                         acc[s + 1] = mma::m16n8k16_bf16(acc[s + 1], high[I], b);
                     });
                 } else if (s as u32) < own {
-                    let a = self.load(p, &chunk);
-                    release(chunk, self.lane < Self::ARRIVALS);
+                    let a = self.load(p, &chunk, chunk_of);
+                    release(chunk, ends && self.lane < Self::ARRIVALS);
                     unroll!(I < 8; {
                         acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(&columns[0], I));
                     });
                 }
             });
-            *ring = ahead!(mine);
+            if ends {
+                *ring = ahead!(mine);
+            }
         }
     }
 }

@@ -33,7 +33,7 @@ pub(super) fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
-impl<F: FragmentFormat> Duty<F, 1> {
+impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     /// The two warps of a split-K partial synchronise.
     #[inline(always)]
     fn sync(&self) {
@@ -163,7 +163,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         unsafe {
             let p = self.p;
             let matrix = part.matrix;
-            let duty = Duty::<F, 1>::new();
+            let duty = Duty::<F, 1, SHORT>::new();
             let Duty { lane, warp_id, .. } = duty;
             let scale = F::scale(p, part.index);
             let (g, t) = (lane / 4, lane % 4);
@@ -209,7 +209,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         let mut weights = [[[0u32; 4]; 8]; HELD];
                         unroll!(H < HELD of 4; {
                             if (H as u32) < chunks {
-                                weights[H] = duty.load(p, &chunk(H as u32));
+                                weights[H] = duty.load(p, &chunk(H as u32), 0);
                             }
                         });
                         // Two lanes a chunk.
@@ -223,8 +223,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         duty.stage::<HELD>(&words);
                         match own {
                             0 => {}
-                            1 => Duty::<F, 1>::held::<1>(&mut acc, &weights, chunks, duty.staged()),
-                            _ => Duty::<F, 1>::held::<2>(&mut acc, &weights, chunks, duty.staged()),
+                            1 => Duty::<F, 1, SHORT>::held::<1>(&mut acc, &weights, chunks, duty.staged()),
+                            _ => Duty::<F, 1, SHORT>::held::<2>(&mut acc, &weights, chunks, duty.staged()),
                         }
                     } else {
                         let mut ready = duty.begin(p, &ring, &part);
@@ -253,7 +253,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             } else {
                                 let mut i = turn;
                                 while i < end {
-                                    duty.turn::<SHORT>(p, &mut acc, (&mut ring, &part), &columns(i));
+                                    duty.turn(p, &mut acc, (&mut ring, &part, i), &columns(i));
                                     i += 1;
                                 }
                             }

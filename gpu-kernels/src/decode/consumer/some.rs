@@ -25,7 +25,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         unsafe {
             let matrix = part.matrix;
             // What follows from these is found again for each matrix, not kept over all layers in registers.
-            let duty = Duty::<F, TILES>::new();
+            let duty = Duty::<F, TILES, SHORT>::new();
             let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
             let scale = F::scale(self.p, part.index);
@@ -37,7 +37,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let first_feature = duty.k_split() * SLICE + t * 8;
             // Columns without a row compute the last row again, which nobody reads.
             let mut first_of_row = [0; TILES];
-            unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+            unroll!(T < (Duty::<F, TILES, SHORT>::OWN_TILES) of 2; {
                 first_of_row[T] = (duty.first_row() + 8 * T as u32 + g).min(count - 1) * k;
             });
             // This warp's slices of its rows in a turn. They come a turn ahead: with more under way each takes longer.
@@ -47,7 +47,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 unroll!(C < 2; {
                     let feature = turn * CHUNK_FEATURES + C as u32 * (K_PARTIALS * SLICE) + first_feature;
                     let feature = if feature < k { feature } else { t * 8 };
-                    unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                    unroll!(T < (Duty::<F, TILES, SHORT>::OWN_TILES) of 2; {
                         let x = x.at((first_of_row[T] + feature) as usize);
                         b[T][C] = [x.load16(0), x.load16(32)];
                     });
@@ -68,7 +68,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     squares = norm.lane_squares(rows);
                 }
                 let mut turn = 0;
-                if F::COSTLY {
+                if F::COSTLY && !SHORT {
                     let mut ready = duty.begin(self.p, &ring, &part);
                     let columns = |turn: u32| {
                         let next = fetch(turn + 1);
@@ -85,7 +85,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 }
                 while turn < part.depth {
                     let next = fetch(turn + 1);
-                    duty.turn::<SHORT>(self.p, &mut acc, (&mut ring, &part), &b);
+                    duty.turn(self.p, &mut acc, (&mut ring, &part, turn), &b);
                     if normed && turn == 0 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }
@@ -138,20 +138,20 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 return;
             }
             // Found again: kept from before the GEMM, addresses would crowd out accumulators.
-            let duty = Duty::<F, TILES>::new();
+            let duty = Duty::<F, TILES, SHORT>::new();
             let lane = duty.lane;
             let (g, t) = (lane / 4, lane % 4);
             // `[n_tile][k_partial][row][feature]`
             let partial = shared::dynamic::<f32>(SCRATCH);
             let k_partial_words = TILES as u32 * 8 * N_TILE;
-            unroll!(S < (Duty::<F, TILES>::OWN_N_TILES) of 8; {
+            unroll!(S < (Duty::<F, TILES, SHORT>::OWN_N_TILES) of 8; {
                 if (S as u32) < duty.n_tiles(part.mine) {
                     let to = partial.at(((duty.n_tile(S as u32) * K_PARTIALS + duty.k_split()) * k_partial_words) as usize);
-                    unroll!(T < (Duty::<F, TILES>::OWN_TILES) of 2; {
+                    unroll!(T < (Duty::<F, TILES, SHORT>::OWN_TILES) of 2; {
                         unroll!(E < 4; {
                             let row = duty.first_row() + 8 * T as u32 + 2 * t + E as u32 % 2;
                             if row < self.count {
-                                let sum = acc[S * Duty::<F, TILES>::OWN_TILES + T][E];
+                                let sum = acc[S * Duty::<F, TILES, SHORT>::OWN_TILES + T][E];
                                 to.store(slot(row, g + E as u32 / 2 * 8) as usize, sum);
                             }
                         });
