@@ -42,13 +42,14 @@ test: ptx-toolchain $(PTXAS)
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --release --no-deps --package cuda_std --package host --package model
 
 # What Miri can run (docs/reference/toolchain.md#miri), with a nightly compiler of this day. The emulator's addresses are
-# numbers, of which pointers are made; the scheduler's random plans take hours.
+# numbers, of which pointers are made; the scheduler's random plans take hours, and so would all random cases of `model`.
 MIRI := nightly-2026-05-20
 MIRI_TEST := MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-permissive-provenance' \
 	$(CARGO) +$(MIRI) miri test --target-dir $${CARGO_TARGET_DIR:-target}/miri
 miri:
 	rustup toolchain install $(MIRI) --profile minimal --component miri --component rust-src
 	$(MIRI_TEST) --package cuda_std --lib
+	PROPTEST_CASES=4 $(MIRI_TEST) --package model --lib
 	$(MIRI_TEST) --package host --lib -- batch::backend batch::gpu::checked
 	$(MIRI_TEST) --package host --test scheduler by_hand
 

@@ -310,8 +310,16 @@ impl Device {
         match &*self.0 {
             // SAFETY: the caller's word; the parameter block is the kernel's own type.
             DeviceKind::Cuda(cuda) => unsafe { cuda.launch(Entry::of::<K>(), grid, shared_bytes, begin, &params) },
-            // SAFETY: the caller's word.
-            DeviceKind::Emulator(emulator) => unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) },
+            DeviceKind::Emulator(emulator) => {
+                let most = self.capabilities().shared_bytes;
+                if shared_bytes > most {
+                    let what =
+                        format!("kernel `{}` wants {shared_bytes} bytes of shared memory; {most} is all", K::NAME);
+                    return Err(Error::Emulator(what));
+                }
+                // SAFETY: the caller's word.
+                unsafe { emulator.launch::<K>(grid, shared_bytes, begin, params) }
+            }
         }
     }
 
