@@ -146,7 +146,9 @@ impl Drafter<OnDevice> for NgramDrafter {
         let draft = self.operator.params(&at, self.draft, (tokens, rows));
         let cost = self.draft.cost(tuning::DRAFT_COST);
         let device = at.device();
-        if ngram::together::<i32>(1, at.length, device.sms()) {
+        // Cards but data-centre ones have 99 KiB of shared memory.
+        let fits = device.capabilities().shared_bytes >= AcceptAndDraft::SHARED_BYTES;
+        if fits && ngram::together::<i32>(1, at.length, device.sms()) {
             let plan = PlanDecode { cost, ..at.plan };
             let all = AcceptAndDraft { accept: at.accept, draft, plan, settled: at.settled };
             // SAFETY: whoever has made acceptance and plan says that their addresses are good; the others are buffers

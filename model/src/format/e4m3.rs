@@ -60,8 +60,7 @@ mod tests {
 
     #[test]
     fn the_values_are_those_of_the_format() {
-        for (code, value) in [(0, 0.0), (1, 1.0 / 512.0), (7, 7.0 / 512.0), (8, 1.0 / 64.0), (0x38, 1.0), (0x3c, 1.5)]
-        {
+        for (code, value) in [(0, 0.0), (1, 1.0 / 512.0), (7, 7.0 / 512.0), (8, 1.0 / 64.0), (0x38, 1.0), (0x3c, 1.5)] {
             assert_eq!(VALUES[code], value);
             assert_eq!(VALUES[code + 128], -value);
         }
