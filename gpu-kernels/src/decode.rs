@@ -76,13 +76,13 @@ pub use wgmma_attention::{decode_16_wgmma, decode_16_wgmma_lossless, decode_tree
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
-pub const SHARED_BYTES: u32 = shared_bytes(STAGES);
+pub const SHARED_BYTES: u32 = shared_bytes(false);
 /// The same of the kernels with a [short ring](short): all that a block of compute capability 12.0 may have.
-pub const SHORT_SHARED_BYTES: u32 = shared_bytes(SHORT_STAGES);
+pub const SHORT_SHARED_BYTES: u32 = shared_bytes(true);
 
-/// The same with a ring of so many stages, whether it comes first or last.
-const fn shared_bytes(stages: u32) -> u32 {
-    (PATHS_END - SCRATCH).next_multiple_of(1024) + stages * CHUNK_BYTES
+/// The same, with a short ring or not, and whether that comes first or last.
+const fn shared_bytes(short: bool) -> u32 {
+    (PATHS_END - SCRATCH).next_multiple_of(1024) + stages(short) * CHUNK_BYTES
 }
 
 const WARPS: u32 = 8;
@@ -127,11 +127,15 @@ const UNITS: u32 = ARRIVALS + 8;
 const PATHS: u32 = UNITS + 32;
 const PATHS_END: u32 = PATHS + MAX_DECODE_ROWS * 8;
 
+/// Stages of the ring, which is short or not.
+const fn stages(short: bool) -> u32 {
+    if short { SHORT_STAGES } else { STAGES }
+}
+
 /// The ring.
 const fn ring(short: bool) -> Shape {
-    let stages = if short { SHORT_STAGES } else { STAGES };
     let start = if RING_IS_FIRST { 0 } else { PATHS_END.next_multiple_of(1024) };
-    Shape { start, stages, bytes: CHUNK_BYTES, barriers: BARRIERS }
+    Shape { start, stages: stages(short), bytes: CHUNK_BYTES, barriers: BARRIERS }
 }
 
 /// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the

@@ -62,17 +62,6 @@ enum Rows {
     TreeWgmma,
 }
 
-/// The same, with a short ring.
-#[derive(Clone, Copy)]
-enum ShortRows {
-    /// Any that follow each other.
-    Chain,
-    /// Those that may be a tree.
-    Tree,
-    /// Each of a sequence of its own.
-    Sequences,
-}
-
 /// The weights that a step reads.
 enum StepWeights {
     /// The stream.
@@ -223,15 +212,6 @@ impl Decode {
             has_wgmma_attention: self.has_wgmma_attention.into(),
             ..step
         };
-        if self.has_short_ring {
-            let rows = match most.1 {
-                RowsOf::Sequences => ShortRows::Sequences,
-                _ if !step.work.rows.paths.is_null() => ShortRows::Tree,
-                _ => ShortRows::Chain,
-            };
-            // SAFETY: the caller's word.
-            return unsafe { self.launch_short(device, rows, step) };
-        }
         let several = match most {
             (0 | 1, _) => None,
             (2..=8, RowsOf::Sequences) => Some(Rows::FewSequences),
@@ -248,47 +228,14 @@ impl Decode {
             _ => None,
         };
         let by_wgmma = by_wgmma.filter(|_| self.has_wgmma_attention);
-        let one = (several.is_none() || most.1 != RowsOf::Sequences).then_some(Rows::One);
+        // A short ring's kernels for several rows have a step of one as well.
+        let has_own = !self.has_short_ring && most.1 != RowsOf::Sequences;
+        let one = (several.is_none() || has_own).then_some(Rows::One);
         for rows in [one, several, by_wgmma].into_iter().flatten() {
             // SAFETY: the caller's word.
             unsafe { self.launch(device, rows, step)? };
         }
         Ok(())
-    }
-
-    /// Enqueues the kernel with a short ring for such rows.
-    ///
-    /// # Safety
-    /// As for [`launch`](Self::launch).
-    unsafe fn launch_short(&self, device: &Device, rows: ShortRows, step: DecodeStep) -> Result<(), Error> {
-        use decode::*;
-        macro_rules! of_format {
-            ($chain:ty, $tree:ty, $sequences:ty) => {
-                match rows {
-                    ShortRows::Chain => device.launch_cooperative::<$chain>(self.grid, SHORT_SHARED_BYTES, step),
-                    ShortRows::Tree => device.launch_cooperative::<$tree>(self.grid, SHORT_SHARED_BYTES, step),
-                    ShortRows::Sequences => {
-                        device.launch_cooperative::<$sequences>(self.grid, SHORT_SHARED_BYTES, step)
-                    }
-                }
-            };
-        }
-        // SAFETY: the caller's word.
-        unsafe {
-            match &self.weights {
-                StepWeights::Plain => of_format!(decode_short, decode_tree_short, decode_sequences_short),
-                StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..) => {
-                    of_format!(decode_short_fp8, decode_tree_short_fp8, decode_sequences_short_fp8)
-                }
-                StepWeights::Quantized(Coding { is_fine: false, .. }, ..) => {
-                    of_format!(decode_short_int4, decode_tree_short_int4, decode_sequences_short_int4)
-                }
-                StepWeights::Quantized(Coding { is_fine: true, .. }, ..) => {
-                    of_format!(decode_short_int4_f16, decode_tree_short_int4_f16, decode_sequences_short_int4_f16)
-                }
-                StepWeights::Lossless(..) | StepWeights::E4m3(..) => unreachable!("a format without such a kernel"),
-            }
-        }
     }
 
     /// Enqueues the kernel for such rows.
@@ -297,9 +244,10 @@ impl Decode {
     /// As for [`enqueue`](Self::enqueue), with all that is in `step`.
     unsafe fn launch(&self, device: &Device, rows: Rows, step: DecodeStep) -> Result<(), Error> {
         use decode::*;
+        let shared_bytes = if self.has_short_ring { SHORT_SHARED_BYTES } else { SHARED_BYTES };
         macro_rules! launch {
             ($kernel:ty) => {
-                device.launch_cooperative::<$kernel>(self.grid, SHARED_BYTES, step)
+                device.launch_cooperative::<$kernel>(self.grid, shared_bytes, step)
             };
         }
         // A format's kernels, in the order of `Rows`.
@@ -316,8 +264,29 @@ impl Decode {
                 }
             };
         }
+        // Those with a short ring, which have any number of rows.
+        macro_rules! of_short {
+            ($chain:ty, $tree:ty, $sequences:ty) => {
+                of_format!($chain, $chain, $chain, $tree, $sequences, $sequences)
+            };
+        }
         // SAFETY: the caller's word.
         unsafe {
+            if self.has_short_ring {
+                return match &self.weights {
+                    StepWeights::Plain => of_short!(decode_short, decode_tree_short, decode_sequences_short),
+                    StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..) => {
+                        of_short!(decode_short_fp8, decode_tree_short_fp8, decode_sequences_short_fp8)
+                    }
+                    StepWeights::Quantized(Coding { is_fine: false, .. }, ..) => {
+                        of_short!(decode_short_int4, decode_tree_short_int4, decode_sequences_short_int4)
+                    }
+                    StepWeights::Quantized(Coding { is_fine: true, .. }, ..) => {
+                        of_short!(decode_short_int4_f16, decode_tree_short_int4_f16, decode_sequences_short_int4_f16)
+                    }
+                    StepWeights::Lossless(..) | StepWeights::E4m3(..) => unreachable!("a format without such a kernel"),
+                };
+            }
             match (&self.weights, rows) {
                 (StepWeights::Plain, Rows::ManyWgmma) => launch!(decode_16_wgmma),
                 (StepWeights::Lossless(..), Rows::ManyWgmma) => launch!(decode_16_wgmma_lossless),

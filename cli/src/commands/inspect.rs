@@ -232,15 +232,11 @@ impl Findings {
         let cards = cards.into_iter().map(|card| {
             let has_gemms = has_gemms(&card);
             // Packed weights are all that is kept where there is no room for both.
-            let packs =
-                |of: Capabilities| command.load.options.lossless == Some(true) || Kept::packing_pays(config, &of);
+            let is_asked = command.load.options.lossless == Some(true);
+            let packs = |of: Capabilities| of.has_full_ring() && (is_asked || Kept::packing_pays(config, &of));
             let packed = packed_alone.filter(|_| card.capabilities.is_some_and(packs));
             let kept = coded.or(packed);
-            let reads = |kept: &Kept, of: Capabilities| match kept.coding() {
-                Some(_) => of.has_decode_kernel(),
-                None => of.has_full_ring(),
-            };
-            let kept = kept.filter(|kept| card.capabilities.is_some_and(|of| reads(kept, of)));
+            let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
             let room = card.memory.saturating_sub(DRIVER_BYTES);
             let least = footprint.keeping(config, kept);
             Card {

@@ -8,7 +8,7 @@ use cuda_std::{bf16, bulk, shared, thread, warp};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use super::WGMMA;
 use super::consumer::{Consumer, pair_with_next, sync};
-use super::producer::{Share, Units};
+use super::producer::{Share, Units, are_few};
 use super::tree::PairRows;
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
 use crate::attention::{
@@ -270,7 +270,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     Tile { kv_head, split, group, first_row, pairs, lane, warp_id }
                 };
                 let (here, first) = (tile_at(tile), tile);
-                if if ONE { here.pairs <= QUARTER } else { ROWS != TREE && tile_rows * group.value <= QUARTER } {
+                if if ONE { here.pairs <= QUARTER } else { are_few::<ROWS>(tile_rows, group) } {
                     tile += 1;
                     let is_end = tile == tiles.end;
                     self.attend_few::<ONE>(attend, layer, &here, (first % TILES, pages, later.clone()), is_end);
@@ -369,17 +369,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 if let Some(page) = page {
                     let values = self.ring.ahead(page);
                     values.wait_full();
-                    let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
-                    let values = values_from(LAYOUT, values.offset() + first, WARP_KEYS - 1, tile.lane);
-                    found = add_values(&weights[0], values);
+                    found = add_values(&weights[0], values_of(tile, values));
                 }
             } else if let Some(page) = self.page_of(tile, pages) {
                 let (keys, values) = (self.ring.ahead(page), self.ring.ahead(pages + page));
                 keys.wait_full();
                 values.wait_full();
-                // All of the page was loaded.
-                let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
-                let values = values_from(LAYOUT, values.offset() + first, WARP_KEYS - 1, tile.lane);
+                let values = values_of(tile, values);
                 let [weights] = self.weigh(attend, &[*tile], slot, keys);
                 found = add_values(&weights, values);
             }
@@ -552,6 +548,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             weights
         }
     }
+}
+
+/// A lane's values of a warp's keys, from a page of them, all of which was loaded.
+#[inline(always)]
+unsafe fn values_of(tile: &Tile, page: Ring) -> impl Fn(usize) -> [[u32; 4]; 4] {
+    let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
+    // SAFETY: the caller's word.
+    unsafe { values_from(LAYOUT, page.offset() + first, WARP_KEYS - 1, tile.lane) }
 }
 
 /// Makes all places for queries something that can be read, before there are any: [`queries_of`] reads whole tiles.

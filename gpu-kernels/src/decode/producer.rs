@@ -5,7 +5,9 @@ use core::ops::Range;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, STAGES, TREE, UNITS, WGMMA, Walk, sequences};
+use super::{
+    CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, STAGES, TREE, UNITS, WGMMA, Walk, ring, sequences, stages,
+};
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, QUARTER, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
@@ -162,17 +164,11 @@ impl Units {
         self.next == self.end
     }
 
-    /// Whether a tile has few pairs, if rows are [so](super::CHAIN) to each other.
-    #[inline(always)]
-    pub const fn are_few<const ROWS: u8>(&self) -> bool {
-        ROWS != TREE && self.tile_rows * self.group.value <= QUARTER
-    }
-
     /// The next that share keys and values, of so many key-value heads. Keys leave a [short](super::short) ring before
     /// the values come: there they are shared by as many tiles as are weighed together.
     #[inline(always)]
     pub fn take<const ROWS: u8, const SHORT: bool>(&mut self, kv_heads: u32) -> Option<Share> {
-        let most = if self.are_few::<ROWS>() { 1 } else { 2 };
+        let most = if are_few::<ROWS>(self.tile_rows, self.group) { 1 } else { 2 };
         let most = |left: u32| if SHORT { left.min(most) } else { left };
         if ROWS == SEQUENCES {
             let (number, most) = (self.next, most(self.end - self.next));
@@ -197,16 +193,18 @@ impl Units {
             return None;
         }
         let (item, tile) = divide(self.next, self.tiles);
-        let end = if SHORT {
-            self.tiles.min(tile + most(self.end - self.next))
-        } else {
-            self.tiles.min(tile + self.end - self.next)
-        };
+        let end = self.tiles.min(tile + most(self.end - self.next));
         self.next += end - tile;
         let (kv_head, split) = divide(item, self.splits);
         let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT_PAGES);
         Some(Share { kv_head, split, pages, tiles: tile..end, first_row: 0, first_tile: 0 })
     }
+}
+
+/// Whether tiles of so many rows have few pairs, if rows are [so](super::CHAIN) to each other.
+#[inline(always)]
+pub const fn are_few<const ROWS: u8>(tile_rows: u32, group: Divisor) -> bool {
+    ROWS != TREE && tile_rows * group.value <= QUARTER
 }
 
 /// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a wave has so
@@ -280,7 +278,7 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &De
             tensor::acquire(p.page_map);
         }
         let mut walk = Walk::new(thread::grid_dim_x());
-        let mut ring = Ring::producer(super::ring(SHORT));
+        let mut ring = Ring::producer(ring(SHORT));
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
@@ -322,9 +320,8 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
             while q < wave.depth {
                 let mut i = 0;
                 while i < mine {
-                    let stages = super::ring(SHORT).stages;
-                    let most = under_way(one_row, chunks, filled, stages) * F::UNDER_WAY;
-                    let limit = if SHORT { stages } else { MOST_UNDER_WAY };
+                    let most = under_way(one_row, chunks, filled, stages(SHORT)) * F::UNDER_WAY;
+                    let limit = if SHORT { stages(SHORT) } else { MOST_UNDER_WAY };
                     wait(&ring, if F::UNDER_WAY > 1 { most.min(limit) } else { most });
                     F::fill(p, &ring, &wave, i * grid + place, q);
                     ring = ring.ahead(1);
@@ -361,7 +358,7 @@ unsafe fn produce_cache<const ROWS: u8, const SHORT: bool>(
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;
                 let block = cache.block_index(sequence, position / PAGE_TOKENS, kv_head);
                 let row = (2 * block + u32::from(i >= pages)) * PAGE_TOKENS;
-                wait(ring, under_way(one_row, u32::MAX, filled, super::ring(SHORT).stages));
+                wait(ring, under_way(one_row, u32::MAX, filled, stages(SHORT)));
                 fill(ring, p.page_map, row, layer);
                 *ring = ring.ahead(1);
                 filled += 1;

@@ -17,7 +17,7 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::swizzled;
 use cuda_std::wgmma::{self, Columns, Operand};
-use cuda_std::{bulk, kernel, math, mma, thread, warp};
+use cuda_std::{bulk, math, mma, thread, warp};
 
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
@@ -29,7 +29,7 @@ use crate::attention::{
 };
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
-use crate::weights::{Lossless, Plain};
+use crate::weights::{Lossless, Plain, WeightFormat};
 
 /// Windows of a split.
 const WINDOWS: u32 = SPLIT / WARP_KEYS;
@@ -46,44 +46,25 @@ const _: () = assert!(2 * HALF_BYTES == QUERY_BYTES && ALL_PAIRS * QUERY == QUER
 // Two places: one warpgroup may be a share ahead.
 const _: () = assert!(QUERY_BYTES + 2 * 2 * SCALES <= SCRATCH_BYTES);
 
-/// [`decode_16`](super::decode_16), of long contexts.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_wgmma(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe {
-        wgmma::declare();
-        decode::<Plain, 2, CHAIN, WGMMA>(&p);
-    }
+/// A step in a long context.
+#[inline(always)]
+unsafe fn decode_long<F: WeightFormat, const ROWS: u8>(p: &DecodeStep) {
+    wgmma::declare();
+    // SAFETY: the caller's word.
+    unsafe { decode::<F, 2, ROWS, WGMMA>(p) }
 }
 
-/// [`decode_16_wgmma`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_16_wgmma_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe {
-        wgmma::declare();
-        decode::<Lossless, 2, CHAIN, WGMMA>(&p);
-    }
-}
+entry_points! {
+    (threads = THREADS, min_blocks = 1) of DecodeStep:
 
-/// [`decode_tree`](super::decode_tree), of long contexts.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_wgmma(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe {
-        wgmma::declare();
-        decode::<Plain, 2, TREE, WGMMA>(&p);
-    }
-}
-
-/// [`decode_tree_wgmma`], of packed weights.
-#[kernel(threads = THREADS, min_blocks = 1)]
-pub unsafe fn decode_tree_wgmma_lossless(p: DecodeStep) {
-    // SAFETY: the launcher's word: memory is as the parameter block says.
-    unsafe {
-        wgmma::declare();
-        decode::<Lossless, 2, TREE, WGMMA>(&p);
-    }
+    /// [`decode_16`](super::decode_16), of long contexts.
+    decode_16_wgmma: decode_long::<Plain, CHAIN>;
+    /// [`decode_16_wgmma`], of packed weights.
+    decode_16_wgmma_lossless: decode_long::<Lossless, CHAIN>;
+    /// [`decode_tree`](super::decode_tree), of long contexts.
+    decode_tree_wgmma: decode_long::<Plain, TREE>;
+    /// [`decode_tree_wgmma`], of packed weights.
+    decode_tree_wgmma_lossless: decode_long::<Lossless, TREE>;
 }
 
 /// Scores of the 64 keys of a stage, in the first or second half of the upper accumulators: begun, and closed as a

@@ -74,9 +74,8 @@ pub struct Mbarrier {
     arriving: Counts,
     arrived: Rc<Counts>,
     waiting: Vec<(usize, u32)>,
-    /// Whether some lane had to wait in this phase, and whether none is to.
-    awaited: bool,
-    skipped: bool,
+    /// The number of this phase among those that some lane had to wait for, if they are counted.
+    awaited: Option<u64>,
     /// The thread that made it, and where.
     maker: (u32, Site),
     /// Whether that one fenced it for TMA.
@@ -259,7 +258,7 @@ impl World {
             return;
         }
         barrier.parity ^= 1;
-        (barrier.awaited, barrier.skipped) = (false, false);
+        barrier.awaited = None;
         barrier.pending = barrier.count;
         barrier.arrived = Rc::new(std::mem::take(&mut barrier.arriving));
         let parity = barrier.parity;
@@ -300,12 +299,9 @@ impl World {
     fn skips(&mut self, slot: usize, address: u32) -> bool {
         let Some(MissingWait::Phase(number)) = self.launch.missing else { return false };
         let Some(barrier) = self.blocks[slot].mbarriers.get_mut(&address) else { return false };
-        if !barrier.awaited {
-            barrier.awaited = true;
-            barrier.skipped = self.phases_awaited == number;
-            self.phases_awaited += 1;
-        }
-        barrier.skipped
+        let awaited = *barrier.awaited.get_or_insert(self.phases_awaited);
+        self.phases_awaited = self.phases_awaited.max(awaited + 1);
+        awaited == number
     }
 
     /// Whether the phase of that parity has ended; if so, the lane learns what came with it.
@@ -330,8 +326,7 @@ pub fn mbarrier_init(address: u32, count: u32, site: Site) {
         arriving: Counts::default(),
         arrived: Rc::default(),
         waiting: Vec::new(),
-        awaited: false,
-        skipped: false,
+        awaited: None,
         maker: (world().thread(), site),
         fenced: false,
     };

@@ -121,9 +121,10 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         if Self::BY_N_TILES { (mine + 1 - self.half()) / 2 } else { mine }
     }
 
-    /// Its weights of a chunk, once that is there. A barrier tells a phase from the next alone, and the stage's chunk
-    /// before this one may have been the other half's, for which this warp did not wait. It came: this warp had one of
-    /// the last three chunks, or met the block since, and the producer has no more than 9 under way.
+    /// Its weights of the `chunk`-th chunk of a stage, once that is there. A barrier tells a phase from the next alone,
+    /// and the stage's chunk before this one may have been the other half's, for which this warp did not wait. It came:
+    /// this warp had one of the last three chunks, or met the block since, and the producer has no more than 9 under
+    /// way.
     #[inline(always)]
     pub(super) unsafe fn load(&self, p: &DecodeStep, stage: &Ring, chunk: u32) -> WeightFragments {
         // SAFETY: the caller's word.

@@ -71,7 +71,10 @@ macro_rules! rotate {
     ($words:expr, $first:expr, $r:expr, $factor:expr, $norm:expr, $angles:expr) => {{
         macro_rules! scaled {
             ($j:expr) => {{
-                let x = [wgmma::get::<{ $first + 4 * ($j) + 2 * $r }>(), wgmma::get::<{ $first + 4 * ($j) + 2 * $r + 1 }>()];
+                let x = [
+                    wgmma::get::<{ $first + 4 * ($j) + 2 * $r }>(),
+                    wgmma::get::<{ $first + 4 * ($j) + 2 * $r + 1 }>(),
+                ];
                 let w = math::unpack_bf16($norm.load(4 * ($j)));
                 [x[0] * $factor * w[0], x[1] * $factor * w[1]]
             }};
@@ -243,7 +246,8 @@ impl Epilogue for Qkv {
                         warp::sync_warp();
                         unroll!(R < 2; {
                             let eight = warp * 2 + R as u32;
-                            store_rows(p, half.staging.addr() + eight * 8 * ROW_BYTES, half.row + eight * 8, head, positions[R], pages[R]);
+                            let (from, first) = (half.staging.addr() + eight * 8 * ROW_BYTES, half.row + eight * 8);
+                            store_rows(p, from, first, head, positions[R], pages[R]);
                         });
                         warp::sync_warp();
                     }
