@@ -84,6 +84,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster;
 use cuda_std::shared::{self, Shared};
+use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, thread, warp, wgmma};
 
 use crate::attention::Attend;
@@ -200,8 +201,9 @@ pub struct BatchedStep {
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
-    /// The same as [codes](crate::weights::quantized): of the kernels that read them.
-    pub codes: Global<u8>,
+    /// How TMA reads packed weights or [codes](crate::weights::quantized), a stage at a time: of the kernels that read
+    /// them.
+    pub boxes: Global<TensorMap>,
     /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and
     /// at most [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
     pub tiles: Global<u32>,

@@ -151,14 +151,14 @@ pub struct DecodeStep {
     pub stream: Global<bf16>,
     /// The same, packed: of the kernels that read them so.
     pub lossless: Lossless,
-    /// The layers' matrices in e4m3: of the kernels that multiply so.
+    /// The layers' matrices as [codes](crate::weights::quantized#layout): of the kernels that read them.
+    pub codes: Global<u8>,
+    /// The same in e4m3: of the kernels that multiply so.
     pub e4m3: crate::e4m3::Weights,
     /// Where their inputs' codes are, of several rows.
     pub inputs: crate::e4m3::Inputs,
     /// The chunk of the stream at which the head begins: of the kernels that read codes of the layers' matrices.
     pub head_base: u64,
-    /// How TMA reads packed weights, or [codes](crate::weights::quantized#layout).
-    pub maps: Global<TensorMap>,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
     /// How TMA reads all of them: see [`page_array`].

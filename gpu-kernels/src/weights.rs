@@ -55,9 +55,6 @@ pub(crate) trait WeightFormat: Copy {
     /// Chunks of a stage: an N-tile's next ones. If its chunks are no multiple, the last stage has fewer.
     const CHUNKS: u32 = 1;
 
-    /// How many maps there are of the weights, as TMA reads them.
-    const MAPS: usize;
-
     /// How many stages may be under way for each one of [`Plain`].
     const UNDER_WAY: u32 = 1;
 
@@ -109,7 +106,6 @@ pub(crate) struct Plain;
 impl WeightFormat for Plain {
     type Products = OfFragments;
     type Head = Self;
-    const MAPS: usize = 0;
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {

@@ -7,7 +7,7 @@ use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::linear::K_PARTIALS;
 use gpu_kernels::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, TOGETHER};
-use gpu_kernels::weights::lossless::{Lossless, PACKED_SLICE, Pack, REGIONS, TILE_WEIGHTS, Unpack};
+use gpu_kernels::weights::lossless::{Lossless, PACKED_SLICE, Pack, TILE_WEIGHTS, Unpack};
 use gpu_kernels::weights::lossless::{count_escapes, pack_weights, unpack_weights};
 use proptest::prelude::*;
 
@@ -17,7 +17,7 @@ const CHUNK_ELEMENTS: usize = (TOGETHER * CHUNK_BYTES / 2) as usize;
 
 /// A packed stream.
 struct Packed {
-    regions: Vec<u8>,
+    tiles: Vec<u8>,
     more: Vec<u16>,
     list_bytes: u32,
     doubled: bool,
@@ -27,7 +27,7 @@ struct Packed {
 /// What packing a stream leaves on a device.
 struct Launched {
     counts: Buffer<u32>,
-    regions: Buffer<u8>,
+    tiles: Buffer<u8>,
     more: Buffer<u16>,
     notes: Buffer<u32>,
     scales: Buffer<f32>,
@@ -41,7 +41,7 @@ fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launc
     let memory = Buffer::from_slice(&elements);
     let launched = Launched {
         counts: Buffer::from_slice(&[0; 4]),
-        regions: Buffer::zeroed(CHUNKS * (REGIONS * Lossless::region_bytes(list_bytes)) as usize),
+        tiles: Buffer::zeroed(CHUNKS * (TOGETHER * K_PARTIALS * Lossless::tile_bytes(list_bytes)) as usize),
         more: Buffer::new_poisoned(more_room),
         notes: Buffer::from_slice(&[0; 2]),
         scales: Buffer::new_poisoned(1),
@@ -49,7 +49,7 @@ fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launc
     let params = Pack {
         stream: memory.ptr(),
         counts: launched.counts.ptr_mut(),
-        regions: launched.regions.ptr_mut(),
+        tiles: launched.tiles.ptr_mut(),
         more: launched.more.ptr_mut(),
         notes: launched.notes.ptr_mut(),
         scale: launched.scales.ptr_mut(),
@@ -64,7 +64,7 @@ fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launc
 
 /// Packs a stream with lists of so many bytes; none if some tile cannot be packed. What is unpacked again is the same.
 fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
-    let Launched { counts, regions, more, notes, scales } = launch(stream, list_bytes, stream.len(), seed);
+    let Launched { counts, tiles, more, notes, scales } = launch(stream, list_bytes, stream.len(), seed);
     let ([as_it_is, unfit, doubled, unfit_doubled], [beyond, left]) = (counts.as_slice(), notes.as_slice()) else {
         unreachable!("so many")
     };
@@ -72,7 +72,7 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     assert_eq!(scales.as_slice(), [if doubles { 0.5 } else { 1.0 }]);
     assert_eq!(left, unfit.min(unfit_doubled));
     let packed = Packed {
-        regions: regions.as_slice().to_vec(),
+        tiles: tiles.as_slice().to_vec(),
         more: more.as_slice()[..*beyond as usize].to_vec(),
         list_bytes,
         doubled: doubles,
@@ -81,10 +81,10 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     if *left > 0 {
         return None;
     }
-    let weights = Lossless { regions: regions.ptr(), more: more.ptr(), scales: scales.ptr(), list_bytes };
+    let weights = Lossless { tiles: tiles.ptr(), more: more.ptr(), scales: scales.ptr(), list_bytes };
     let again = Buffer::<bf16>::new_poisoned(stream.len());
     let unpack = Unpack { weights, stream: again.ptr_mut(), first: 0, matrix: 0, bounds: [CHUNKS as u32; 3] };
-    run::<unpack_weights>(GRID, Lossless::region_bytes(list_bytes), seed + 2, unpack);
+    run::<unpack_weights>(GRID, TOGETHER * Lossless::tile_bytes(list_bytes), seed + 2, unpack);
     let again: Vec<u16> = again.as_slice().iter().map(|weight| weight.to_bits()).collect();
     assert!(again == stream, "unpacked, lists of {list_bytes}");
     Some(packed)
@@ -101,52 +101,48 @@ fn unpack(packed: &Packed) -> Vec<u16> {
     let mut stream = vec![0; CHUNKS * CHUNK_ELEMENTS];
     let list_bytes = packed.list_bytes as usize;
     let (slice_bytes, n_tiles) = (PACKED_SLICE as usize, TOGETHER as usize);
-    for (r, region) in packed.regions.chunks(Lossless::region_bytes(packed.list_bytes) as usize).enumerate() {
-        let (chunk, chain) = (r / REGIONS as usize, r % REGIONS as usize);
-        for n_tile in 0..n_tiles {
-            let list = &region[n_tiles * slice_bytes + n_tile * list_bytes..][..list_bytes];
-            let word = |i: usize| u32::from_le_bytes(list[4 * i..][..4].try_into().unwrap());
-            let (escapes, of_first) = ((word(0) & 0x3ff) as usize, (word(0) >> 10 & 0x3ff) as usize);
-            let bases = [word(0) >> 20 & 0x7f, word(1) >> 18 & 0x7f];
-            let (top, place) = (word(1) >> 25, (word(0) >> 27 << 18 | word(1) & 0x3ffff) as usize);
-            let room = (list_bytes - 8) / 2;
-            for half in 0..2 {
-                let slice =
-                    &region[half * n_tiles * (slice_bytes + list_bytes) + n_tile * slice_bytes..][..slice_bytes];
-                let mut high = [0u8; 1024];
-                for (at, high) in high.iter_mut().enumerate() {
-                    let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
-                    let (fragment, nibble) = (2 * k + byte / 8, byte % 8);
-                    let word = |w: usize| {
-                        let at = 1024 + (w * 32 + lane) * 4;
-                        u32::from_le_bytes(slice[at..][..4].try_into().unwrap()) >> (4 * nibble)
-                    };
-                    let code = match fragment {
-                        3 => (0..3).map(|w| (word(w) >> 3 & 1) << w).sum(),
-                        f => word(f) & 7,
-                    };
-                    *high = ((code >> 2) << 7 | (bases[half] + (code & 3))) as u8;
-                }
-                for i in if half == 0 { 0..of_first } else { of_first..escapes } {
-                    let entry = match i.checked_sub(room) {
-                        None => u16::from_le_bytes(list[8 + 2 * i..][..2].try_into().unwrap()),
-                        Some(beyond) => packed.more[place + beyond],
-                    };
-                    let below = u32::from(entry >> 11);
-                    let upper = if below == 31 { 0 } else { top - below };
-                    high[usize::from(entry & 0x3ff)] = (upper | u32::from(entry >> 10 & 1) << 7) as u8;
-                }
-                // The slice's core matrices: a lane's fragments, register by register.
-                let plain =
-                    (chain + half * K_PARTIALS as usize) * SLICES_APART as usize + n_tile * SLICE_BYTES as usize;
-                for (at, &high) in high.iter().enumerate() {
-                    let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
-                    let (fragment, register, element) = (2 * k + byte / 8, byte / 2 % 4, byte % 2);
-                    let element =
-                        plain / 2 + fragment * 128 + (register % 2) * 512 + register / 2 * 64 + lane * 2 + element;
-                    let bits = u16::from(high) << 8 | u16::from(slice[at]);
-                    stream[chunk * CHUNK_ELEMENTS + element] = if packed.doubled { halved(bits) } else { bits };
-                }
+    for (t, tile) in packed.tiles.chunks(Lossless::tile_bytes(packed.list_bytes) as usize).enumerate() {
+        let (chunk, n_tile, chain) = (t / (4 * n_tiles), t / 4 % n_tiles, t % 4);
+        let list = &tile[slice_bytes..][..list_bytes];
+        let word = |i: usize| u32::from_le_bytes(list[4 * i..][..4].try_into().unwrap());
+        let (escapes, of_first) = ((word(0) & 0x3ff) as usize, (word(0) >> 10 & 0x3ff) as usize);
+        let bases = [word(0) >> 20 & 0x7f, word(1) >> 18 & 0x7f];
+        let (top, place) = (word(1) >> 25, (word(0) >> 27 << 18 | word(1) & 0x3ffff) as usize);
+        let room = (list_bytes - 8) / 2;
+        for half in 0..2 {
+            let slice = &tile[half * (slice_bytes + list_bytes)..][..slice_bytes];
+            let mut high = [0u8; 1024];
+            for (at, high) in high.iter_mut().enumerate() {
+                let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
+                let (fragment, nibble) = (2 * k + byte / 8, byte % 8);
+                let word = |w: usize| {
+                    let at = 1024 + (w * 32 + lane) * 4;
+                    u32::from_le_bytes(slice[at..][..4].try_into().unwrap()) >> (4 * nibble)
+                };
+                let code = match fragment {
+                    3 => (0..3).map(|w| (word(w) >> 3 & 1) << w).sum(),
+                    f => word(f) & 7,
+                };
+                *high = ((code >> 2) << 7 | (bases[half] + (code & 3))) as u8;
+            }
+            for i in if half == 0 { 0..of_first } else { of_first..escapes } {
+                let entry = match i.checked_sub(room) {
+                    None => u16::from_le_bytes(list[8 + 2 * i..][..2].try_into().unwrap()),
+                    Some(beyond) => packed.more[place + beyond],
+                };
+                let below = u32::from(entry >> 11);
+                let upper = if below == 31 { 0 } else { top - below };
+                high[usize::from(entry & 0x3ff)] = (upper | u32::from(entry >> 10 & 1) << 7) as u8;
+            }
+            // The slice's core matrices: a lane's fragments, register by register.
+            let plain = (chain + half * K_PARTIALS as usize) * SLICES_APART as usize + n_tile * SLICE_BYTES as usize;
+            for (at, &high) in high.iter().enumerate() {
+                let (k, lane, byte) = (at / 512, at / 16 % 32, at % 16);
+                let (fragment, register, element) = (2 * k + byte / 8, byte / 2 % 4, byte % 2);
+                let element =
+                    plain / 2 + fragment * 128 + (register % 2) * 512 + register / 2 * 64 + lane * 2 + element;
+                let bits = u16::from(high) << 8 | u16::from(slice[at]);
+                stream[chunk * CHUNK_ELEMENTS + element] = if packed.doubled { halved(bits) } else { bits };
             }
         }
     }

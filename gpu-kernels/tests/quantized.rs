@@ -116,11 +116,10 @@ fn code_at<C: Code>(codes: &[u8], waves: &[(u32, Wave)], row: usize, k: usize) -
     let (lane, element) = (row % 8 * 4 + t, pair % 2);
     let words_of_fragment = C::BITS as usize / 4;
     let word = fragment * words_of_fragment + if C::BITS == 8 { register / 2 } else { 0 };
-    let region = (chunk * 4 + slice / 2) * C::REGION_BYTES as usize;
-    // The other slice and the scales, of 8 N-tiles each.
-    let second = slice % 2 * 8 * (C::SLICE_BYTES as usize + 64);
-    let of_slice = place % 8 * C::SLICE_BYTES as usize + word / 4 * 512 + lane * 16 + word % 4 * 4;
-    let at = region + second + of_slice;
+    let group = ((chunk * 8 + place % 8) * 4 + slice / 2) * C::GROUP_BYTES as usize;
+    // Between the slices are the scales.
+    let second = slice % 2 * (C::SLICE_BYTES as usize + 64);
+    let at = group + second + word / 4 * 512 + lane * 16 + word % 4 * 4;
     let word = u32::from_le_bytes(codes[at..][..4].try_into().unwrap());
     if C::BITS == 4 {
         word >> (16 * element + 4 * register) & 15
@@ -193,7 +192,7 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
     let params =
         Quantize { from: lay.to, scales: words.ptr(), codes: codes.ptr_mut(), strange: strange.ptr_mut(), base: 0 };
     let back = Buffer::<bf16>::new_poisoned(walk.chunks as usize * CHUNK_BYTES as usize / 2);
-    let again = Dequantize { regions: codes.ptr(), stream: back.ptr_mut() };
+    let again = Dequantize { codes: codes.ptr(), stream: back.ptr_mut() };
     let chunks = [GROUPS, (walk.chunks / u64::from(TOGETHER)) as u32, 1];
     match (C::BITS, C::PARTS) {
         (4, 1) => {

@@ -66,10 +66,10 @@ enum Rows {
 enum StepWeights {
     /// The stream.
     Plain,
-    /// Packed without loss, with their maps.
-    Lossless(Lossless, TensorMaps),
-    /// The codes of the layers' matrices, by their maps, and the chunk of the stream at which the head begins.
-    Quantized(Coding, TensorMaps, u64),
+    /// Packed without loss.
+    Lossless(Lossless),
+    /// The codes of the layers' matrices, and the chunk of the stream at which the head begins.
+    Quantized(Coding, Global<u8>, u64),
     /// Codes that are multiplied, and where the head begins, likewise.
     E4m3(e4m3::Weights, StepInputs, u64),
 }
@@ -80,8 +80,8 @@ impl StepWeights {
         let head = weights.stream.layer_chunks();
         Ok(match &weights.compact {
             Compact::None => Self::Plain,
-            Compact::Packed(packed) => Self::Lossless(packed.parts(), device.array_maps(&packed.arrays())?),
-            Compact::Quantized(codes) => Self::Quantized(codes.coding(), device.array_maps(&codes.arrays())?, head),
+            Compact::Packed(packed) => Self::Lossless(packed.parts()),
+            Compact::Quantized(codes) => Self::Quantized(codes.coding(), codes.codes(), head),
             Compact::E4m3(codes) => Self::E4m3(codes.weights(), StepInputs::new(device, config)?, head),
         })
     }
@@ -193,10 +193,8 @@ impl Decode {
     pub unsafe fn enqueue(&self, device: &Device, most: (u32, RowsOf), step: DecodeStep) -> Result<(), Error> {
         let step = match &self.weights {
             StepWeights::Plain => step,
-            StepWeights::Lossless(packed, maps) => DecodeStep { lossless: *packed, maps: maps.ptr(0), ..step },
-            StepWeights::Quantized(_, maps, head_base) => {
-                DecodeStep { maps: maps.ptr(0), head_base: *head_base, ..step }
-            }
+            StepWeights::Lossless(packed) => DecodeStep { lossless: *packed, ..step },
+            StepWeights::Quantized(_, codes, head_base) => DecodeStep { codes: *codes, head_base: *head_base, ..step },
             StepWeights::E4m3(weights, inputs, head_base) => {
                 DecodeStep { e4m3: *weights, inputs: inputs.parts(), head_base: *head_base, ..step }
             }

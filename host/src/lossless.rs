@@ -6,8 +6,9 @@
 mod sampled;
 
 use cuda_std::tensor::Array;
+use gpu_kernels::linear::K_PARTIALS;
 use gpu_kernels::stream::{CHUNK_BYTES, StreamMatrix, TOGETHER};
-use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, Pack, REGIONS, TILE_WEIGHTS, Unpack};
+use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, Pack, TILE_WEIGHTS, Unpack};
 use model::plan::Matrix;
 
 use crate::Error;
@@ -18,7 +19,7 @@ pub use self::sampled::{PackedSize, Sample};
 
 /// The weights of a model, packed: of all layers, and the head.
 pub struct Packed {
-    regions: Buffer<u8>,
+    tiles: Buffer<u8>,
     more: Buffer<u16>,
     /// `[matrices]`
     scales: Buffer<f32>,
@@ -51,9 +52,8 @@ impl Packed {
     pub fn new(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, size: PackedSize) -> Result<Self, Error> {
         let bases = bases(sizes, device.sms());
         let matrices = bases.len() - 1;
-        let regions = bases[matrices] / u64::from(TOGETHER) * u64::from(REGIONS);
         Ok(Self {
-            regions: device.zeroed((regions * u64::from(Lossless::region_bytes(size.list_bytes))) as usize)?,
+            tiles: device.zeroed((bases[matrices] * chunk_bytes(size.list_bytes)) as usize)?,
             more: device.zeroed(more_room(size.plain, size.beyond) as usize)?,
             scales: device.zeroed(matrices)?,
             factors: vec![1.0; matrices],
@@ -77,7 +77,7 @@ impl Packed {
             Pack {
                 stream: from.stream.at(from.base as usize * CHUNK_BYTES as usize / 2),
                 counts: self.counts.ptr_mut().at(4 * number),
-                regions: self.regions.ptr_mut().at(self.region_at(number)),
+                tiles: self.tiles.ptr_mut().at(self.tiles_at(number)),
                 more: self.more.ptr_mut(),
                 notes: self.notes.ptr_mut(),
                 scale: self.scales.ptr_mut().at(number),
@@ -88,11 +88,11 @@ impl Packed {
         };
         for (first, chunks) in self.grids(number) {
             // SAFETY: the chunks are the matrix's.
-            unsafe { device.launch::<lossless::count_escapes>((REGIONS, chunks), 0, Pack { first, ..pack })? };
+            unsafe { device.launch::<lossless::count_escapes>((K_PARTIALS, chunks), 0, Pack { first, ..pack })? };
         }
         for (first, chunks) in self.grids(number) {
-            // SAFETY: likewise, and every one of them has its regions.
-            unsafe { device.launch::<lossless::pack_weights>((REGIONS, chunks), 0, Pack { first, ..pack })? };
+            // SAFETY: likewise, and every one of them has its tiles.
+            unsafe { device.launch::<lossless::pack_weights>((K_PARTIALS, chunks), 0, Pack { first, ..pack })? };
         }
         Ok(())
     }
@@ -128,9 +128,9 @@ impl Packed {
             matrix: matrix as u32,
             bounds: [second, third, fourth].map(|bound| bound - first),
         };
-        let shared = Lossless::region_bytes(self.list_bytes);
+        let shared = TOGETHER * Lossless::tile_bytes(self.list_bytes);
         // SAFETY: the layer has so many chunks, here and in the stream.
-        unsafe { device.launch_whole::<lossless::unpack_weights>((REGIONS, chunks), shared, unpack) }
+        unsafe { device.launch_whole::<lossless::unpack_weights>((K_PARTIALS, chunks), shared, unpack) }
     }
 
     /// The chunks of 8 N-tiles of a matrix, as the first ones and the numbers of launches over all of them.
@@ -141,25 +141,23 @@ impl Packed {
     }
 
     /// Where a matrix begins, in bytes.
-    fn region_at(&self, number: usize) -> usize {
-        let regions = self.bases[number] / u64::from(TOGETHER) * u64::from(REGIONS);
-        (regions * u64::from(Lossless::region_bytes(self.list_bytes))) as usize
+    fn tiles_at(&self, number: usize) -> usize {
+        (self.bases[number] * chunk_bytes(self.list_bytes)) as usize
     }
 
     /// Where they are.
     pub fn parts(&self) -> Lossless {
         Lossless {
-            regions: self.regions.ptr(),
+            tiles: self.tiles.ptr(),
             more: self.more.ptr(),
             scales: self.scales.ptr(),
             list_bytes: self.list_bytes,
         }
     }
 
-    /// How TMA reads them.
-    pub fn arrays(&self) -> [Array; 2] {
-        let regions = self.regions.len() / Lossless::region_bytes(self.list_bytes) as usize;
-        Lossless::maps(self.regions.ptr().addr(), regions as u64, self.list_bytes)
+    /// How the step of many sequences reads them.
+    pub fn stages(&self) -> Array {
+        Lossless::stages(self.tiles.ptr().addr(), self.chunks(), self.list_bytes)
     }
 
     /// The chunk at which a layer's matrix begins.
@@ -186,8 +184,13 @@ impl Packed {
 
     /// Bytes of all of it.
     pub fn bytes(&self) -> u64 {
-        (self.regions.len() + 2 * self.more.len() + 4 * self.scales.len()) as u64
+        (self.tiles.len() + 2 * self.more.len() + 4 * self.scales.len()) as u64
     }
+}
+
+/// Bytes of an N-tile's chunk with lists of so many bytes.
+fn chunk_bytes(list_bytes: u32) -> u64 {
+    u64::from(K_PARTIALS * Lossless::tile_bytes(list_bytes))
 }
 
 /// Room for escapes beyond lists' room, of matrices of so many bytes in bf16 that have so many by a sample: for twice
@@ -211,7 +214,7 @@ fn beyond(tiles_by_escapes: &[u64], list_bytes: u32) -> u64 {
 /// The smallest lists that have room in nearly all tiles; none if the weights would take too much with them.
 fn list_bytes(tiles_by_escapes: &[u64]) -> Option<u32> {
     let plain = f64::from(2 * TILE_WEIGHTS);
-    let most = |list_bytes: u32| f64::from(Lossless::region_bytes(list_bytes) / TOGETHER) <= WORTH * plain;
+    let most = |list_bytes: u32| f64::from(Lossless::tile_bytes(list_bytes)) <= WORTH * plain;
     let tiles: u64 = tiles_by_escapes.iter().sum();
     let enough = |list_bytes: &u32| {
         let room = Lossless::room(*list_bytes) as usize;

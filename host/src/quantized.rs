@@ -108,14 +108,9 @@ impl Coding {
         by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => Scale::new::<C>(scale, zero)).map(|Scale(word)| word)
     }
 
-    /// Bytes of a region.
-    const fn region_bytes(self) -> u32 {
-        by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => C::REGION_BYTES)
-    }
-
     /// Bytes of so many chunks.
     const fn bytes(self, chunks: u64) -> u64 {
-        chunks / TOGETHER as u64 * (GROUPS * self.region_bytes()) as u64
+        chunks * by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => C::BYTES) as u64
     }
 
     /// Bytes of the codes of a model's layers, with scales, laid out for `blocks` blocks.
@@ -205,8 +200,8 @@ impl Quantized {
         assert!(chunks <= stream.layer_chunks(), "a layer of {chunks} chunks");
         let at = self.coding.bytes(self.bases[first]) as usize;
         // SAFETY: the layer begins there.
-        let regions = unsafe { self.codes.ptr().at(at) };
-        let dequantize = Dequantize { regions, stream: stream.weights().ptr_mut() };
+        let codes = unsafe { self.codes.ptr().at(at) };
+        let dequantize = Dequantize { codes, stream: stream.weights().ptr_mut() };
         let grid = (GROUPS, (chunks / u64::from(TOGETHER)) as u32);
         // SAFETY: there are codes of so many chunks, and room for what they mean.
         unsafe {
@@ -235,10 +230,10 @@ impl Quantized {
         by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => C::UNIT)
     }
 
-    /// How TMA reads them.
-    pub fn arrays(&self) -> [Array; 2] {
-        let regions = self.codes.len() as u64 / u64::from(self.coding.region_bytes());
-        by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => maps::<C>(self.codes.ptr().addr(), regions))
+    /// How the step of many sequences reads them.
+    pub fn stages(&self) -> Array {
+        let (address, chunks) = (self.codes.ptr().addr(), self.bases[self.bases.len() - 1]);
+        by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => stages::<C>(address, chunks))
     }
 
     /// Bytes of all of it.

@@ -48,7 +48,7 @@ impl Matrix {
 }
 
 /// An array of 8-byte words in four dimensions, and the boxes that are copied of it: what a [`TensorMap`] for
-/// [`load_box_once`] is made from. Of all four, the first dimension is the innermost.
+/// [`load_box`] is made from. Of all four, the first dimension is the innermost.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Array {
@@ -141,11 +141,21 @@ pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u
 }
 
 /// Starts a copy of the box of an array that begins at word `at`, one row after another and so on, whose bytes count
-/// towards `barrier` (`cp.async.bulk.tensor.4d`). Nobody reads them again soon: they are the first to leave L2. One
-/// lane issues it.
+/// towards `barrier` (`cp.async.bulk.tensor.4d`). One lane issues it.
 ///
 /// # Safety
 /// As [`load`], of tiles that are not swizzled.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_box<T>(destination: Shared<T>, map: Global<TensorMap>, at: [u32; 4], barrier: Barrier) {
+    // SAFETY: the caller's.
+    unsafe { target::tensor_load_box(destination.addr(), map.addr(), at, barrier.place().addr()) }
+}
+
+/// As [`load_box`]. Nobody reads the box again soon: it is the first to leave L2.
+///
+/// # Safety
+/// As [`load_box`].
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_box_once<T>(destination: Shared<T>, map: Global<TensorMap>, at: [u32; 4], barrier: Barrier) {

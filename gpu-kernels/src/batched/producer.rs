@@ -12,8 +12,8 @@ use super::{BatchedStep, K_SPLITS, Memory, Phase, PhaseKind, factors};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_FEATURES, N_TILES, Wave};
-use crate::weights::{BatchedFormat, Plain};
+use crate::stream::{CHUNK_FEATURES, N_TILES, TOGETHER, Wave};
+use crate::weights::{BatchedFormat, Plain, StageSources};
 
 /// Stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
 const PAGES_UNDER_WAY: u32 = 5;
@@ -102,6 +102,9 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     // SAFETY: the caller's word.
     unsafe {
         if thread::opaque(thread::lane_id()) == 0 {
+            if F::BY_BOXES {
+                tensor::acquire(p.boxes);
+            }
             let (wave_n_tiles, chunks) = (N_TILES * p.blocks, gemm.k.div_ceil(CHUNK_FEATURES));
             let first = field!(gemm.phase, base: u64);
             let plain = if F::OTHER_HEAD { field!(gemm.phase, plain: Global<bf16>) } else { Global::default() };
@@ -117,11 +120,9 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                 let wave = Wave { base, rotation: 0, n_tiles, depth: chunks };
                 // Found before the loops: what a producer does for a stage is time that memory waits.
                 let n_tile = unit.n_tile - passed;
-                let stages = if F::OTHER_HEAD && !plain.is_null() {
-                    Plain::stages_of(plain, &wave, n_tile)
-                } else {
-                    F::stages(p, &wave, n_tile)
-                };
+                let by_boxes = F::BY_BOXES && plain.is_null();
+                let stages = StageSources::new(if F::BY_BOXES { plain } else { p.stream }, &wave, n_tile);
+                let bytes = if by_boxes { F::stage_bytes(p) } else { Plain::stage_bytes(p) };
                 let mut k_split = unit.k_split;
                 while k_split < unit.end {
                     // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights
@@ -131,6 +132,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                         *steps += 1;
                     }
                     let mut weights = stages.of(k_split);
+                    let mut first = wave.together(n_tile, 0) * TOGETHER;
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
                         let most = under_way(filled / F::STAGES, alone, weights_under_way::<ROWS>()) * F::STAGES;
@@ -139,17 +141,28 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                             ring.wait_under_way(most);
                         }
                         ring.wait_empty();
-                        ring.full().arrive_expect_tx(stages.bytes);
-                        // Of a last, partial tile with what lies behind it: the stream has room for it, and nobody uses
-                        // it.
-                        if ROWS == 64 {
-                            bulk::copy_to_shared_once(ring.stage_buffer(), weights, stages.bytes, ring.full());
+                        ring.full().arrive_expect_tx(bytes);
+                        // Of a last, partial tile with what lies behind it: there is room for it, and nobody uses it.
+                        // With more rows other blocks have other rows for the same weights.
+                        let (to, full) = (ring.stage_buffer(), ring.full());
+                        if by_boxes {
+                            let [word, quarter] = F::box_at(k_split, turn % 2 == 1);
+                            let at = [word, quarter, first, 0];
+                            if ROWS == 64 {
+                                tensor::load_box_once(to, p.boxes, at, full);
+                            } else {
+                                tensor::load_box(to, p.boxes, at, full);
+                            }
+                            first += if turn % 2 == 0 { 0 } else { n_tiles.next_multiple_of(TOGETHER) };
                         } else {
-                            // Other blocks have other rows for the same weights.
-                            bulk::copy_to_shared(ring.stage_buffer(), weights, stages.bytes, ring.full());
+                            if ROWS == 64 {
+                                bulk::copy_to_shared_once(to, weights, bytes, full);
+                            } else {
+                                bulk::copy_to_shared(to, weights, bytes, full);
+                            }
+                            let [within, beyond] = stages.apart;
+                            weights = weights.at(if turn % 2 == 0 { within } else { beyond } as usize);
                         }
-                        let [within, beyond] = stages.apart;
-                        weights = weights.at(if turn % 2 == 0 { within } else { beyond } as usize);
                         ring = ring.ahead(1);
                         filled += 1;
                         turn += 1;

@@ -270,11 +270,6 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &De
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
-            let mut map = 0;
-            while map < F::MAPS {
-                tensor::acquire(p.maps.at(map));
-                map += 1;
-            }
             tensor::acquire(p.page_map);
         }
         let mut walk = Walk::new(thread::grid_dim_x());

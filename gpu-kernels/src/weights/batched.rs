@@ -13,12 +13,16 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     /// How many stages have as many bytes as one of [`Plain`], or nearly.
     const STAGES: u32 = 1;
 
-    /// Where the stages of the batched decode kernel are: those of [`TOGETHER`](crate::stream::TOGETHER) N-tiles from
-    /// `n_tile` on.
-    ///
-    /// # Safety
-    /// `p` is a launch's parameter block, and the wave and N-tile are of its weights.
-    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources;
+    /// Whether a stage, a slice of [`TOGETHER`](crate::stream::TOGETHER) N-tiles, is a box of
+    /// [`BatchedStep::boxes`], and not one piece of memory.
+    const BY_BOXES: bool = true;
+
+    /// Bytes of a stage.
+    fn stage_bytes(p: &BatchedStep) -> u32;
+
+    /// Where in its N-tiles' chunks the box of a stage begins: at which word, and in which quarter. The split-K
+    /// partial's stages with an even number and an odd one take turns.
+    fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2];
 
     /// The fragments of a warp's N-tile of a stage of this split-K partial, which is full, into the registers of four
     /// instructions from `FIRST` on: 0 for the partial's stages with an even number, and 4.
@@ -44,26 +48,31 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     const SCALED: bool = false;
 }
 
-/// Stages of weights for the batched decode kernel, of 8 N-tiles: a slice of each.
+/// Stages of plain weights for the batched decode kernel, of 8 N-tiles: a slice of each.
 #[derive(Clone, Copy)]
 pub(crate) struct StageSources {
     /// The first one of the first split-K partial.
-    pub first: Global<u8>,
-    /// Bytes from the first one of split-K partial 0 to those of 1 and 2; that of 3 is as far from 2's as 1's from 0's.
-    pub k_partials: [u32; 2],
+    first: Global<u8>,
     /// From a stage of a split-K partial with an even number to the one after it, and from that to the next.
     pub apart: [u64; 2],
-    /// Of a stage.
-    pub bytes: u32,
 }
 
 impl StageSources {
+    /// Those of 8 N-tiles from `n_tile` on, of a matrix in this stream.
+    #[inline(always)]
+    pub unsafe fn new(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> Self {
+        let first = wave.slice(n_tile, 0);
+        let within = wave.slice(n_tile, K_PARTIALS) - first;
+        let beyond = wave.slice(n_tile, 2 * K_PARTIALS) - first - within;
+        // SAFETY: the caller's word.
+        Self { first: unsafe { stream.cast().at(first as usize) }, apart: [within, beyond] }
+    }
+
     /// The first stage of a split-K partial.
     #[inline(always)]
     pub unsafe fn of(&self, k_partial: u32) -> Global<u8> {
-        let [odd, second] = self.k_partials;
         // SAFETY: the caller's word.
-        unsafe { self.first.at((k_partial % 2 * odd + k_partial / 2 * second) as usize) }
+        unsafe { self.first.at((k_partial * SLICES_APART) as usize) }
     }
 }
 
@@ -91,29 +100,17 @@ pub(crate) fn put_fragments([a, b, c, d, e, f, g, h]: WeightFragments) {
     put_slice::<4>([e, f, g, h]);
 }
 
-impl Plain {
-    /// The stages of 8 N-tiles from `n_tile` on, of a matrix in this stream.
-    #[inline(always)]
-    pub unsafe fn stages_of(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> StageSources {
-        let first = wave.slice(n_tile, 0);
-        let within = wave.slice(n_tile, K_PARTIALS) - first;
-        let beyond = wave.slice(n_tile, 2 * K_PARTIALS) - first - within;
-        // SAFETY: the caller's word.
-        let first = unsafe { stream.cast().at(first as usize) };
-        StageSources {
-            first,
-            k_partials: [SLICES_APART, 2 * SLICES_APART],
-            apart: [within, beyond],
-            bytes: SLICES_APART,
-        }
-    }
-}
-
 impl BatchedFormat for Plain {
+    const BY_BOXES: bool = false;
+
     #[inline(always)]
-    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
-        // SAFETY: the caller's word.
-        unsafe { Self::stages_of(p.stream, wave, n_tile) }
+    fn stage_bytes(_: &BatchedStep) -> u32 {
+        SLICES_APART
+    }
+
+    #[inline(always)]
+    fn box_at(_: u32, _: bool) -> [u32; 2] {
+        [0; 2]
     }
 
     #[inline(always)]

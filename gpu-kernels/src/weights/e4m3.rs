@@ -13,7 +13,6 @@ impl WeightFormat for E4m3 {
     type Products = OfCodes;
     type Head = Plain;
     const OTHER_HEAD: bool = true;
-    const MAPS: usize = 0;
     const INPUTS: u32 = 2;
 
     #[inline(always)]

@@ -12,11 +12,12 @@
 //!
 //! # Layout
 //! A *tile* is what a warp unpacks at a time: the two [slices](crate::linear::SLICE) of a split-K partial in a chunk,
-//! 2,048 weights. The tiles of 8 N-tiles that have a split-K partial in common lie together in a *region*; regions are
-//! in the order of the plain stream's chunks of 8 N-tiles, four of each, one a split-K partial:
+//! 2,048 weights. N-tiles' chunks lie in the order of the plain stream, each in one piece, which the decode kernels
+//! take by one copy: four tiles, one a split-K partial. A slice and the list lie side by side, so the step of many
+//! sequences takes those of 8 N-tiles by a box of 8 rows:
 //!
 //! ```text
-//! region   [8 N-tiles] first slice [8 N-tiles] list [8 N-tiles] second slice
+//! tile     first slice, list, second slice
 //! slice    low    [2][lane][16]  bytes   the weights' lower bytes, in the order of a lane's fragments
 //!          codes  [3][lane]      words   code of weight j of fragment f < 3 in bits 4 j to 4 j + 2 of word f; the
 //!                                        bits of those of fragment 3 in bits 4 j + 3: of word 0 the last bit, of word
@@ -38,7 +39,9 @@ mod batched;
 mod pack;
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, math, tensor, thread, warp};
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::tensor;
+use cuda_std::{Global, bulk, math, thread, warp};
 
 pub use self::pack::{MOST_BEYOND, MOST_ESCAPES, Pack, Unpack, count_escapes, pack_weights, unpack_weights};
 use super::{FragmentFormat, WeightFormat, WeightFragments};
@@ -51,11 +54,8 @@ use crate::stream::{TOGETHER, Wave};
 pub const TILE_WEIGHTS: u32 = 2048;
 /// Bytes of a slice of a tile: lower bytes, and codes.
 pub const PACKED_SLICE: u32 = LOW_BYTES + 3 * 32 * 4;
-/// Regions for each chunk of 8 N-tiles.
-pub const REGIONS: u32 = K_PARTIALS;
 
 const LOW_BYTES: u32 = 1024;
-const TILE_BYTES: u32 = 2 * PACKED_SLICE;
 /// Of a list, before its entries.
 const HEADER_BYTES: u32 = 8;
 /// What is further below `top` than that cannot be packed.
@@ -69,8 +69,8 @@ const ZERO: u32 = 31;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Lossless {
-    /// All [regions](self#layout).
-    pub regions: Global<u8>,
+    /// All [tiles](self#layout).
+    pub tiles: Global<u8>,
     /// Escapes beyond lists' room.
     pub more: Global<u16>,
     /// `[matrices]`: what a matrix's sums are multiplied with, 1 or, if it is stored doubled, 0.5.
@@ -80,33 +80,34 @@ pub struct Lossless {
 }
 
 impl Lossless {
-    /// Bytes of a region with lists of so many bytes.
+    /// Bytes of a tile with a list of so many bytes.
     #[must_use]
     #[inline(always)]
-    pub const fn region_bytes(list_bytes: u32) -> u32 {
-        TOGETHER * (TILE_BYTES + list_bytes)
+    pub const fn tile_bytes(list_bytes: u32) -> u32 {
+        2 * PACKED_SLICE + list_bytes
     }
 
-    /// The maps for the decode kernel: of the slices, and of the lists, of so many `regions` at `address`.
+    /// The byte at which an N-tile's tile of a split-K partial begins, by the number of the chunk of 8 N-tiles that has
+    /// it.
+    #[inline(always)]
+    const fn tile_at(together: u32, n_tile: u32, k_partial: u32, list_bytes: u32) -> u64 {
+        let chunk = (together * TOGETHER + n_tile % TOGETHER) as u64;
+        (chunk * K_PARTIALS as u64 + k_partial as u64) * Self::tile_bytes(list_bytes) as u64
+    }
+
+    /// How the step of many sequences reads so many N-tiles' chunks at `address`: a slice of [`TOGETHER`] N-tiles, with
+    /// its list, at a time.
     #[cfg(not(target_arch = "nvptx64"))]
     #[must_use]
-    pub fn maps(address: u64, regions: u64, list_bytes: u32) -> [tensor::Array; 2] {
-        let (slice, list, n_tiles) = (u64::from(PACKED_SLICE), u64::from(list_bytes), u64::from(TOGETHER));
-        let (second, region) = (n_tiles * (slice + list), Self::region_bytes(list_bytes).into());
-        [
-            tensor::Array {
-                address,
-                sizes: [slice / 8, n_tiles, 2, regions],
-                strides: [slice, second, region],
-                extent: [PACKED_SLICE / 8, 1, 2, K_PARTIALS],
-            },
-            tensor::Array {
-                address: address + n_tiles * slice,
-                sizes: [list / 8, n_tiles, 1, regions],
-                strides: [list, n_tiles * list, region],
-                extent: [list_bytes / 8, 1, 1, K_PARTIALS],
-            },
-        ]
+    pub const fn stages(address: u64, chunks: u64, list_bytes: u32) -> tensor::Array {
+        let tile = Self::tile_bytes(list_bytes) as u64;
+        let chunk = K_PARTIALS as u64 * tile;
+        tensor::Array {
+            address,
+            sizes: [tile / 8, K_PARTIALS as u64, chunks, 1],
+            strides: [tile, chunk, chunk * chunks],
+            extent: [(PACKED_SLICE + list_bytes) / 8, 1, TOGETHER, 1],
+        }
     }
 
     /// Escapes for which a list of so many bytes has room.
@@ -255,18 +256,17 @@ impl Lossless {
     unsafe fn tile(&self, stage: &Ring, k_partial: u32) -> Place<2> {
         // SAFETY: the caller's word.
         unsafe {
-            let tile: Shared<u8> = shared::dynamic(stage.offset() + k_partial * TILE_BYTES);
-            let list = shared::dynamic(stage.offset() + K_PARTIALS * TILE_BYTES + k_partial * self.list_bytes);
-            Place { slices: [tile, tile.at(PACKED_SLICE as usize)], which: 0, list }
+            let tile_bytes = Self::tile_bytes(self.list_bytes);
+            let tile: Shared<u8> = shared::dynamic(stage.offset() + k_partial * tile_bytes);
+            let second = tile.at((PACKED_SLICE + self.list_bytes) as usize);
+            Place { slices: [tile, second], which: 0, list: tile.at(PACKED_SLICE as usize).cast() }
         }
     }
 }
 
-/// In a stage of the ring: the tiles of the four split-K partials, then their lists.
 impl WeightFormat for Lossless {
     type Products = OfFragments;
     type Head = Self;
-    const MAPS: usize = 2;
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
@@ -275,11 +275,11 @@ impl WeightFormat for Lossless {
             // Before something comes that would be released, all lanes have seen that there is room.
             warp::sync_warp();
             if thread::opaque(thread::lane_id()) == 0 {
-                ring.full().arrive_expect_tx(K_PARTIALS * (TILE_BYTES + p.lossless.list_bytes));
-                let at = [0, n_tile % TOGETHER, 0, wave.together(n_tile, q) * REGIONS];
-                tensor::load_box_once(ring.stage_buffer(), p.maps, at, ring.full());
-                let lists = ring.stage_buffer().at((K_PARTIALS * TILE_BYTES) as usize);
-                tensor::load_box_once(lists, p.maps.at(1), at, ring.full());
+                let list_bytes = p.lossless.list_bytes;
+                let bytes = K_PARTIALS * Self::tile_bytes(list_bytes);
+                let from = p.lossless.tiles.at(Self::tile_at(wave.together(n_tile, q), n_tile, 0, list_bytes) as usize);
+                ring.full().arrive_expect_tx(bytes);
+                bulk::copy_to_shared_once(ring.stage_buffer(), from, bytes, ring.full());
             }
         }
     }

@@ -14,12 +14,12 @@
 //! ```
 //!
 //! # Layout
-//! Codes lie in *regions*, in the order of the plain stream's chunks of 8 N-tiles, four of each: one for every 128
-//! inputs, whose two slices share their scales. A slice's codes and its scales, what the step of many sequences takes
-//! at once, are one piece:
+//! N-tiles' chunks lie in the order of the plain stream, each in one piece, which the decode kernels take by one copy.
+//! A chunk has four *groups* of 128 inputs, whose two slices share their scales. A slice's codes and its scales lie
+//! side by side, so the step of many sequences takes those of 8 N-tiles by a box of 8 rows:
 //!
 //! ```text
-//! region   [8 N-tiles] codes of slice 2 g   [8 N-tiles] scales   [8 N-tiles] codes of slice 2 g + 1
+//! group    codes of slice 2 g    scales    codes of slice 2 g + 1
 //! codes    [part][lane][16 bytes]     1 part of int4, 2 of FP8
 //! scales   [row 16] words             see `Scale`
 //! ```
@@ -40,19 +40,21 @@ pub use quantize::{
 use core::marker::PhantomData;
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{bf16, math, tensor, thread, warp};
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::tensor;
+use cuda_std::{bf16, bulk, math, thread, warp};
 
 use super::{FragmentFormat, Plain, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_FEATURES, SLICES, TOGETHER, Wave};
+use crate::stream::{CHUNK_FEATURES, TOGETHER, Wave};
 
 /// Inputs that share a scale.
 pub const GROUP: u32 = 128;
-/// Groups of a chunk, and regions for each chunk of 8 N-tiles.
+/// Groups of a chunk.
 pub const GROUPS: u32 = CHUNK_FEATURES / GROUP;
-/// Bytes of an N-tile's scales in a region.
+/// Bytes of an N-tile's scales of a group.
 const SCALE_BYTES: u32 = N_TILE * 4;
 const _: () = assert!(GROUP == 2 * SLICE);
 
@@ -70,10 +72,10 @@ pub trait Code: Copy {
     const UNIT: f32 = 1.0;
     /// Bytes of an N-tile's slice.
     const SLICE_BYTES: u32 = SLICE * N_TILE / 8 * Self::BITS;
-    /// Bytes of a region.
-    const REGION_BYTES: u32 = TOGETHER * (2 * Self::SLICE_BYTES + SCALE_BYTES);
+    /// Bytes of a group.
+    const GROUP_BYTES: u32 = 2 * Self::SLICE_BYTES + SCALE_BYTES;
     /// Bytes of an N-tile's chunk.
-    const BYTES: u32 = GROUPS * Self::REGION_BYTES / TOGETHER;
+    const BYTES: u32 = GROUPS * Self::GROUP_BYTES;
 
     /// The code of the weight `w`, one of those that the scale makes; any if it is none.
     fn encode(w: f32, scale: Scale) -> u32;
@@ -300,20 +302,22 @@ const fn parts<C: Code>() -> u32 {
     C::BITS / 4
 }
 
-/// From a region to its scales.
-const fn scales_at<C: Code>() -> u32 {
-    TOGETHER * C::SLICE_BYTES
-}
-
-/// From a region to its second slices.
+/// From a group to its second slice.
 const fn second_at<C: Code>() -> u32 {
-    scales_at::<C>() + TOGETHER * SCALE_BYTES
+    C::SLICE_BYTES + SCALE_BYTES
 }
 
-/// The byte at which the first region of a chunk of 8 N-tiles begins.
+/// From a chunk to the codes of a slice, and to its scales.
 #[inline(always)]
-const fn regions_at<C: Code>(together: u32) -> u64 {
-    together as u64 * (GROUPS * C::REGION_BYTES) as u64
+const fn slice_at<C: Code>(slice: u32) -> [u32; 2] {
+    let group = slice / 2 * C::GROUP_BYTES;
+    [group + slice % 2 * second_at::<C>(), group + C::SLICE_BYTES]
+}
+
+/// The byte at which an N-tile's chunk begins, by the number of the chunk of 8 N-tiles that has it.
+#[inline(always)]
+const fn chunk_at<C: Code>(together: u32, n_tile: u32) -> u64 {
+    (together * TOGETHER + n_tile % TOGETHER) as u64 * C::BYTES as u64
 }
 
 /// The words of a slice's fragment `f` among a lane's `codes` of it.
@@ -356,33 +360,23 @@ unsafe fn load_slice<C: Code>(codes: Shared<u8>, scales: Shared<u8>, lane: u32) 
     }
 }
 
-/// The maps for the decode kernel: of the codes, and of the scales, of so many `regions` at `address`.
+/// How the step of many sequences reads so many N-tiles' chunks at `address`: a slice of [`TOGETHER`] N-tiles, with its
+/// scales, at a time.
 #[cfg(not(target_arch = "nvptx64"))]
 #[must_use]
-pub fn maps<C: Code>(address: u64, regions: u64) -> [tensor::Array; 2] {
-    let (slice, scales, n_tiles) = (u64::from(C::SLICE_BYTES), u64::from(SCALE_BYTES), u64::from(TOGETHER));
-    let (second, region) = (u64::from(second_at::<C>()), u64::from(C::REGION_BYTES));
-    [
-        tensor::Array {
-            address,
-            sizes: [slice / 8, n_tiles, 2, regions],
-            strides: [slice, second, region],
-            extent: [C::SLICE_BYTES / 8, 1, 2, GROUPS],
-        },
-        tensor::Array {
-            address: address + u64::from(scales_at::<C>()),
-            sizes: [scales / 8, n_tiles, 1, regions],
-            strides: [scales, n_tiles * scales, region],
-            extent: [SCALE_BYTES / 8, 1, 1, GROUPS],
-        },
-    ]
+pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
+    let [group, second] = [C::GROUP_BYTES as u64, second_at::<C>() as u64];
+    tensor::Array {
+        address,
+        sizes: [group / 8, GROUPS as u64, chunks, 1],
+        strides: [group, C::BYTES as u64, C::BYTES as u64 * chunks],
+        extent: [second as u32 / 8, 1, TOGETHER, 1],
+    }
 }
 
-/// In a stage of the ring, for each chunk: the codes of its eight slices, then its scales.
 impl<C: Code> WeightFormat for Quantized<C> {
     type Products = OfFragments;
     type Head = Plain;
-    const MAPS: usize = 2;
     const OTHER_HEAD: bool = true;
     const CHUNKS: u32 = C::CHUNKS;
     const UNDER_WAY: u32 = 2;
@@ -398,11 +392,9 @@ impl<C: Code> WeightFormat for Quantized<C> {
                 ring.full().arrive_expect_tx(chunks * C::BYTES);
                 let mut i = 0;
                 while i < chunks {
-                    let at = [0, n_tile % TOGETHER, 0, wave.together(n_tile, q + i) * GROUPS];
+                    let from = p.codes.at(chunk_at::<C>(wave.together(n_tile, q + i), n_tile) as usize);
                     let to = ring.stage_buffer().at((i * C::BYTES) as usize);
-                    tensor::load_box_once(to, p.maps, at, ring.full());
-                    let scales = to.at((SLICES * C::SLICE_BYTES) as usize);
-                    tensor::load_box_once(scales, p.maps.at(1), at, ring.full());
+                    bulk::copy_to_shared_once(to, from, C::BYTES, ring.full());
                     i += 1;
                 }
             }
@@ -425,9 +417,8 @@ impl<C: Code> FragmentFormat for Quantized<C> {
         unsafe {
             let chunk: Shared<u8> = shared::dynamic(stage.offset() + chunk * C::BYTES);
             let slice = |s: u32| {
-                let slice = k_partial + s * K_PARTIALS;
-                let scales = SLICES * C::SLICE_BYTES + slice * SLICE / GROUP * SCALE_BYTES;
-                load_slice::<C>(chunk.at((slice * C::SLICE_BYTES) as usize), chunk.at(scales as usize), lane)
+                let [codes, scales] = slice_at::<C>(k_partial + s * K_PARTIALS);
+                load_slice::<C>(chunk.at(codes as usize), chunk.at(scales as usize), lane)
             };
             let slices = [slice(0), slice(1)];
             let factors = slices.map(|(_, scales)| both_factors::<C>(scales));

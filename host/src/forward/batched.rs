@@ -36,6 +36,8 @@ pub struct Batched {
     grid: u32,
     /// What the phases read, as [`input_map`] has it.
     maps: TensorMaps,
+    /// Stages of packed weights or of codes, where there are such.
+    boxes: Option<TensorMaps>,
     /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
     kinds: Vec<PhaseKind>,
@@ -126,6 +128,7 @@ impl Forward {
         let matrices: Vec<Matrix> =
             inputs.iter().flat_map(|&input| TILE_ROWS.map(|rows| matrix(input, rows))).collect();
         let maps = self.device.tensor_maps(&matrices)?;
+        let boxes = self.weights.packed().map(Packed::stages).or(self.weights.codes().map(Quantized::stages));
         let pages = self.cache.pages();
         let packed = PackedPages {
             pages: self.device.zeroed(pages)?,
@@ -143,6 +146,7 @@ impl Forward {
             grid,
             programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
             maps,
+            boxes: boxes.map(|array| self.device.array_maps(&[array])).transpose()?,
             packed,
             kinds,
             trace: None,
@@ -371,7 +375,7 @@ impl Forward {
             phase_count,
             blocks: weights.blocks(),
             stream: weights.weights().ptr(),
-            codes: self.weights.codes().map_or(Global::default(), Quantized::codes),
+            boxes: of.boxes.as_ref().map_or(Global::default(), |boxes| boxes.ptr(0)),
             lossless: self.packed_of(PROGRAMS[self.program(pass)]).map(Packed::parts).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
@@ -421,7 +425,7 @@ impl Forward {
                 };
             }
             match (self.codes_of(program).map(Quantized::coding), tile_rows) {
-                (None, 64) if !step.lossless.regions.is_null() => launch!(batched::batched_64_lossless),
+                (None, 64) if !step.lossless.tiles.is_null() => launch!(batched::batched_64_lossless),
                 (None, 64) => launch!(batched::batched_64),
                 (None, 96) => launch!(batched::batched_96),
                 (None, _) => launch!(batched::batched_128),

@@ -1,14 +1,14 @@
 //! What matrices take packed without loss, found on the host from some of their tiles.
 
 use gpu_kernels::linear::{K_PARTIALS, N_TILE, SLICE};
-use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, TOGETHER};
-use gpu_kernels::weights::lossless::{FURTHEST, Lossless, MOST_BEYOND, MOST_ESCAPES, REGIONS};
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES};
+use gpu_kernels::weights::lossless::{FURTHEST, MOST_BEYOND, MOST_ESCAPES};
 use half::bf16;
 use model::plan::Matrix;
 use model::{Checkpoint, Weight};
 use rayon::prelude::*;
 
-use super::{beyond, escapes_of, list_bytes, more_room};
+use super::{beyond, chunk_bytes, escapes_of, list_bytes, more_room};
 use crate::Error;
 use crate::stream;
 
@@ -105,15 +105,9 @@ impl PackedSize {
         let list_bytes = list_bytes(&all).filter(|&bytes| beyond(&all, bytes) <= MOST_BEYOND)?;
         let beyond = beyond(&all, list_bytes);
         let chunks = stream::chunks(sizes, 1);
-        let regions = chunks / u64::from(TOGETHER) * u64::from(REGIONS);
         let plain = chunks * u64::from(CHUNK_BYTES);
         let lists_and_scales = 2 * more_room(plain, beyond) + 4 * matrices.len() as u64;
-        Some(Self {
-            plain,
-            packed: regions * u64::from(Lossless::region_bytes(list_bytes)) + lists_and_scales,
-            list_bytes,
-            beyond,
-        })
+        Some(Self { plain, packed: chunks * chunk_bytes(list_bytes) + lists_and_scales, list_bytes, beyond })
     }
 }
 

@@ -29,6 +29,17 @@ pub unsafe fn tensor_load(destination: u32, map: u64, x: u32, y: u32, barrier: u
 }
 
 #[inline(always)]
+pub unsafe fn tensor_load_box(destination: u32, map: u64, [x, y, z, w]: [u32; 4], barrier: u32) {
+    // SAFETY: the caller's.
+    unsafe {
+        asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+            [{d}], [{m}, {{{x}, {y}, {z}, {w}}}], [{b}];",
+            d = in(reg32) destination, m = in(reg64) map, x = in(reg32) x, y = in(reg32) y, z = in(reg32) z,
+            w = in(reg32) w, b = in(reg32) barrier, options(nostack));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn tensor_load_box_once(destination: u32, map: u64, [x, y, z, w]: [u32; 4], barrier: u32) {
     // SAFETY: the caller's.
     unsafe {

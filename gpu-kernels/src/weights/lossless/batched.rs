@@ -3,29 +3,24 @@
 use cuda_std::shared::Shared;
 use cuda_std::thread;
 
-use super::{Lossless, PACKED_SLICE, Place, REGIONS};
+use super::{Lossless, PACKED_SLICE, Place};
 use crate::batched::BatchedStep;
-use crate::stream::{TOGETHER, Wave};
+use crate::stream::TOGETHER;
 use crate::weights::batched::put_slice;
-use crate::weights::{BatchedFormat, StageSources, WeightFragments};
+use crate::weights::{BatchedFormat, WeightFragments};
 
 impl BatchedFormat for Lossless {
     const SCALED: bool = true;
 
-    /// The first slices and the lists, then the lists again and the second ones.
     #[inline(always)]
-    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
-        let list_bytes = p.lossless.list_bytes;
-        let region_bytes = Self::region_bytes(list_bytes);
-        let region = |q| u64::from(wave.together(n_tile, q) * REGIONS) * u64::from(region_bytes);
-        let within = u64::from(TOGETHER * PACKED_SLICE);
-        StageSources {
-            // SAFETY: the caller's word.
-            first: unsafe { p.lossless.regions.at(region(0) as usize) },
-            k_partials: [region_bytes, 2 * region_bytes],
-            apart: [within, region(1) - region(0) - within],
-            bytes: TOGETHER * (PACKED_SLICE + list_bytes),
-        }
+    fn stage_bytes(p: &BatchedStep) -> u32 {
+        TOGETHER * (PACKED_SLICE + p.lossless.list_bytes)
+    }
+
+    /// First slices and lists, then lists again and second slices.
+    #[inline(always)]
+    fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2] {
+        [if is_odd { PACKED_SLICE / 8 } else { 0 }, k_partial]
     }
 
     #[inline(always)]
@@ -34,12 +29,10 @@ impl BatchedFormat for Lossless {
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
             let list_bytes = p.lossless.list_bytes;
-            let (slices, lists) = if FIRST == 0 { (0, TOGETHER * PACKED_SLICE) } else { (TOGETHER * list_bytes, 0) };
-            let tile = Place {
-                slices: [stage.at((slices + warp_id * PACKED_SLICE) as usize)],
-                which: FIRST as u32 / 4,
-                list: stage.at((lists + warp_id * list_bytes) as usize).cast(),
-            };
+            let stage = stage.at((warp_id * (PACKED_SLICE + list_bytes)) as usize);
+            let [slice, list] = if FIRST == 0 { [0, PACKED_SLICE] } else { [list_bytes, 0] };
+            let (slice, list) = (stage.at(slice as usize), stage.at(list as usize).cast());
+            let tile = Place { slices: [slice], which: FIRST as u32 / 4, list };
             let [weights] = tile.unpack(&p.lossless, lane, |_| {});
             put_slice::<FIRST>(weights);
         }
@@ -52,10 +45,9 @@ impl BatchedFormat for Lossless {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
-            let (slice, list_bytes) = (warp_id * PACKED_SLICE, p.lossless.list_bytes);
-            let first = stages[0].at(slice as usize);
-            let second = stages[1].at((TOGETHER * list_bytes + slice) as usize);
-            let list = stages[0].at((TOGETHER * PACKED_SLICE + warp_id * list_bytes) as usize).cast();
+            let list_bytes = p.lossless.list_bytes;
+            let [first, second] = stages.map(|stage| stage.at((warp_id * (PACKED_SLICE + list_bytes)) as usize));
+            let (second, list) = (second.at(list_bytes as usize), first.at(PACKED_SLICE as usize).cast());
             let place = Place { slices: [first, second], which: 0, list };
             let [[a, b, c, d], [e, f, g, h]] = place.unpack(&p.lossless, lane, |_| {});
             [a, b, c, d, e, f, g, h]

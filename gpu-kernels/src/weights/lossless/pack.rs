@@ -3,7 +3,7 @@
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, warp};
 
-use super::{FURTHEST, HEADER_BYTES, LOW_BYTES, Lossless, MORE_BITS, PACKED_SLICE, Place, REGIONS, ZERO, code_words};
+use super::{FURTHEST, HEADER_BYTES, LOW_BYTES, Lossless, MORE_BITS, PACKED_SLICE, Place, ZERO, code_words};
 use crate::linear::K_PARTIALS;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, core_word};
 
@@ -172,7 +172,7 @@ pub struct Pack {
     /// `count_escapes` adds to them.
     pub counts: GlobalMut<u32>,
     /// Where the matrix goes, zeros; `pack_weights` alone, as all that follows.
-    pub regions: GlobalMut<u8>,
+    pub tiles: GlobalMut<u8>,
     /// Where escapes beyond lists' room go.
     pub more: GlobalMut<u16>,
     /// `[2]`: how many came there, or would have; and how many tiles were not packed because they cannot be.
@@ -245,10 +245,8 @@ pub unsafe fn pack_weights(p: Pack) {
         }
         let count = windows[0].escapes + windows[1].escapes;
         let top = windows[0].top.max(windows[1].top);
-        let region =
-            (together as usize * REGIONS as usize + k_partial as usize) * Lossless::region_bytes(p.list_bytes) as usize;
-        let region = p.regions.at(region);
-        let list = region.at((TOGETHER * PACKED_SLICE + n_tile * p.list_bytes) as usize).cast::<u16>();
+        let place = p.tiles.at(Lossless::tile_at(together, n_tile, k_partial, p.list_bytes) as usize);
+        let list = place.at(PACKED_SLICE as usize).cast::<u16>();
         let room = Lossless::room(p.list_bytes);
         let mut more = 0;
         if count > room {
@@ -259,8 +257,7 @@ pub unsafe fn pack_weights(p: Pack) {
         }
         let mut escapes = 0;
         unroll!(S < 2; {
-            let second = S as u32 * TOGETHER * (PACKED_SLICE + p.list_bytes);
-            let slice = region.at((second + n_tile * PACKED_SLICE) as usize);
+            let slice = place.at(S * (PACKED_SLICE + p.list_bytes) as usize);
             let mut slice_codes = [0u32; 4];
             unroll!(F < 4; {
                 let words = tile.words[4 * S + F];
@@ -309,7 +306,7 @@ pub unsafe fn pack_weights(p: Pack) {
 }
 
 /// Parameters of [`unpack_weights`]. Grid: (4 split-K partials, chunks of 8 N-tiles of a layer); a warp for each
-/// N-tile; dynamic shared memory: [`Lossless::region_bytes`].
+/// N-tile; dynamic shared memory: eight times [`Lossless::tile_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Unpack {
@@ -338,21 +335,18 @@ pub unsafe fn unpack_weights(p: Unpack) {
             matrix += u32::from(together >= p.bounds[I]);
         });
         let doubled = p.weights.scales.load_nc(matrix as usize) != 1.0;
-        let region = (p.first + together) as usize * REGIONS as usize + k_partial as usize;
-        let region = p.weights.regions.at(region * Lossless::region_bytes(list_bytes) as usize);
-        // Each warp has the places of its own tile, where that lies in the region.
-        let second = TOGETHER * (PACKED_SLICE + list_bytes);
-        let list = TOGETHER * PACKED_SLICE + n_tile * list_bytes;
-        let slices = [0, second].map(|slice| slice + n_tile * PACKED_SLICE);
-        for (at, bytes) in [(slices[0], PACKED_SLICE), (slices[1], PACKED_SLICE), (list, list_bytes)] {
-            let mut byte = at + lane * 16;
-            while byte < at + bytes {
-                shared::dynamic::<u32>(byte).store16(0, region.at(byte as usize).cast::<u32>().load16_nc(0));
-                byte += 32 * 16;
-            }
+        let from = Lossless::tile_at(p.first + together, n_tile, k_partial, list_bytes);
+        let from = p.weights.tiles.at(from as usize);
+        let bytes = Lossless::tile_bytes(list_bytes);
+        let own = n_tile * bytes;
+        let mut byte = lane * 16;
+        while byte < bytes {
+            shared::dynamic::<u32>(own + byte).store16(0, from.at(byte as usize).cast::<u32>().load16_nc(0));
+            byte += 32 * 16;
         }
         warp::sync_warp();
-        let place = Place { slices: slices.map(|at| shared::dynamic(at)), which: 0, list: shared::dynamic(list) };
+        let slices = [0, PACKED_SLICE + list_bytes].map(|slice| shared::dynamic(own + slice));
+        let place = Place { slices, which: 0, list: shared::dynamic(own + PACKED_SLICE) };
         let weights: [[[u32; 4]; 4]; 2] = place.unpack(&p.weights, lane, |_| {});
         let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
         unroll!(S < 2; {

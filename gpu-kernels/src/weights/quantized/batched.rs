@@ -3,27 +3,26 @@
 use cuda_std::shared::Shared;
 use cuda_std::thread;
 
-use super::{Code, Quantized, SCALE_BYTES, both_factors, load_slice, regions_at, scales_at, second_at, words};
+use super::{Code, Quantized, SCALE_BYTES, both_factors, load_slice, second_at, words};
 use crate::batched::BatchedStep;
-use crate::stream::{SLICES_APART, TOGETHER, Wave};
+use crate::linear::K_PARTIALS;
+use crate::stream::{SLICES_APART, TOGETHER};
+use crate::weights::BatchedFormat;
 use crate::weights::batched::put_slice;
-use crate::weights::{BatchedFormat, StageSources};
 
 impl<C: Code> BatchedFormat for Quantized<C> {
     const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
     const SCALED: bool = C::UNIT != 1.0;
 
     #[inline(always)]
-    unsafe fn stages(p: &BatchedStep, wave: &Wave, n_tile: u32) -> StageSources {
-        let region = |q| regions_at::<C>(wave.together(n_tile, q));
-        let within = u64::from(2 * C::REGION_BYTES);
-        StageSources {
-            // SAFETY: the caller's word.
-            first: unsafe { p.codes.at(region(0) as usize) },
-            k_partials: [scales_at::<C>(), C::REGION_BYTES],
-            apart: [within, region(1) - region(0) - within],
-            bytes: second_at::<C>(),
-        }
+    fn stage_bytes(_: &BatchedStep) -> u32 {
+        TOGETHER * second_at::<C>()
+    }
+
+    #[inline(always)]
+    fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2] {
+        let [codes, scales] = [0, C::SLICE_BYTES / 8];
+        [if k_partial.is_multiple_of(2) { codes } else { scales }, (k_partial + u32::from(is_odd) * K_PARTIALS) / 2]
     }
 
     /// Codes and scales; of every second split-K partial scales and codes.
@@ -33,8 +32,8 @@ impl<C: Code> BatchedFormat for Quantized<C> {
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
             let is_odd = !k_partial.is_multiple_of(2);
-            let codes = if is_odd { TOGETHER * SCALE_BYTES } else { 0 } + warp_id * C::SLICE_BYTES;
-            let scales = if is_odd { 0 } else { scales_at::<C>() } + warp_id * SCALE_BYTES;
+            let stage = stage.at((warp_id * second_at::<C>()) as usize);
+            let [codes, scales] = if is_odd { [SCALE_BYTES, 0] } else { [0, C::SLICE_BYTES] };
             let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
             let factors = both_factors::<C>(scales);
             let mut weights = [[0; 4]; 4];

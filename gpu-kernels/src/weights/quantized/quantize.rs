@@ -4,8 +4,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 use super::{
-    Code, Fp8, GROUP, GROUPS, Int4, SCALE_BYTES, Scale, both_factors, parts, put_words, regions_at, scales_at,
-    second_at, words,
+    Code, Fp8, GROUP, GROUPS, Int4, Scale, both_factors, chunk_at, parts, put_words, second_at, slice_at, words,
 };
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::stream::{
@@ -20,7 +19,7 @@ pub struct Quantize {
     pub from: StreamMatrix,
     /// `[n_tiles, chunks · 4, 16]`: the scales by groups of 128 inputs and by rows. Zero beyond the matrix.
     pub scales: Global<u32>,
-    /// Regions.
+    /// All chunks.
     pub codes: GlobalMut<u8>,
     /// To which is added how many weights are none that the scales make.
     pub strange: GlobalMut<u32>,
@@ -40,7 +39,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
         let from = p.from.stream.cast::<u8>().at(own as usize);
         let depth = p.from.k.div_ceil(CHUNK_FEATURES);
         let (wave, place) = StreamMatrix { base: p.base, ..p.from }.wave(n_tile);
-        let to = p.codes.at(regions_at::<C>(wave.together(place, q)) as usize);
+        let to = p.codes.at(chunk_at::<C>(wave.together(place, q), place) as usize);
         let scales = p.scales.at(((n_tile * depth + q) * GROUPS * N_TILE) as usize);
         let mut strange = false;
         unroll!(S < 2; {
@@ -65,8 +64,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
                 });
                 put_words::<C, F>(&mut codes, joined);
             });
-            let second = slice % 2 * second_at::<C>();
-            let to = to.at((group * C::REGION_BYTES + second + place % TOGETHER * C::SLICE_BYTES) as usize);
+            let to = to.at(slice_at::<C>(slice)[0] as usize);
             unroll!(I < 2; {
                 if (I as u32) < parts::<C>() {
                     to.at((I as u32 * 512 + lane * 16) as usize).cast::<u32>().store16(0, codes[I]);
@@ -75,7 +73,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
         });
         let thread = thread::thread_idx_x();
         if thread < GROUPS * N_TILE {
-            let of_group = thread / N_TILE * C::REGION_BYTES + scales_at::<C>() + place % TOGETHER * SCALE_BYTES;
+            let [_, of_group] = slice_at::<C>(2 * (thread / N_TILE));
             let to = to.at((of_group + thread % N_TILE * 4) as usize).cast::<u32>();
             to.store(0, scales.load_nc(thread as usize));
         }
@@ -111,8 +109,8 @@ pub unsafe fn quantize_fp8(p: Quantize) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Dequantize {
-    /// The first chunk's regions.
-    pub regions: Global<u8>,
+    /// The first of the chunks.
+    pub codes: Global<u8>,
     /// Where its weights go, as [`lay_out`](crate::stream::lay_out) would leave them.
     pub stream: GlobalMut<bf16>,
 }
@@ -124,12 +122,12 @@ unsafe fn dequantize<C: Code>(p: &Dequantize) {
     unsafe {
         let (lane, n_tile) = (thread::lane_id(), thread::warp_id());
         let (group, together) = (thread::block_idx_x(), thread::block_idx_y());
-        let region = p.regions.at((regions_at::<C>(together) + u64::from(group * C::REGION_BYTES)) as usize);
-        let scales = region.at((scales_at::<C>() + n_tile * SCALE_BYTES) as usize).cast::<u32>();
+        let from = p.codes.at((chunk_at::<C>(together, n_tile) + u64::from(group * C::GROUP_BYTES)) as usize);
+        let scales = from.at(C::SLICE_BYTES as usize).cast::<u32>();
         let scales = [0, 8].map(|half| Scale(scales.load_nc((lane / 4 + half) as usize)));
         let mut codes = [[[0; 4]; 2]; 2];
         unroll!(S < 2; {
-            let from = region.at((S as u32 * second_at::<C>() + n_tile * C::SLICE_BYTES + lane * 16) as usize);
+            let from = from.at((S as u32 * second_at::<C>() + lane * 16) as usize);
             unroll!(I < 2; {
                 if (I as u32) < parts::<C>() {
                     codes[S][I] = from.at(I * 512).cast::<u32>().load16_nc(0);

@@ -13,6 +13,11 @@ pub unsafe fn tensor_load(destination: u32, map: u64, x: u32, y: u32, barrier: u
 }
 
 #[track_caller]
+pub unsafe fn tensor_load_box(destination: u32, map: u64, at: [u32; 4], barrier: u32) {
+    tensor::load_box(destination, map, at, barrier, Location::caller());
+}
+
+#[track_caller]
 pub unsafe fn tensor_load_box_once(destination: u32, map: u64, at: [u32; 4], barrier: u32) {
     tensor::load_box(destination, map, at, barrier, Location::caller());
 }
