@@ -8,7 +8,7 @@ mod sampled;
 use cuda_std::tensor::Array;
 use gpu_kernels::linear::K_PARTIALS;
 use gpu_kernels::stream::{CHUNK_BYTES, StreamMatrix, TOGETHER};
-use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, Pack, TILE_WEIGHTS, Unpack};
+use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, PACKED_SLICE, Pack, TILE_WEIGHTS, Unpack};
 use model::plan::Matrix;
 
 use crate::Error;
@@ -38,6 +38,8 @@ pub struct Packed {
 const WORTH: f64 = 0.85;
 /// Bytes by which lists differ.
 const LIST_STEP: u32 = 16;
+/// The longest lists: with a slice they are a row of a box, of which TMA takes at most 256 words.
+const LONGEST_LIST: u32 = 256 * 8 - PACKED_SLICE;
 /// One in so many tiles may have more escapes than its list has room for: the others are waited for.
 const SELDOM: u64 = 200;
 
@@ -214,7 +216,8 @@ fn beyond(tiles_by_escapes: &[u64], list_bytes: u32) -> u64 {
 /// The smallest lists that have room in nearly all tiles; none if the weights would take too much with them.
 fn list_bytes(tiles_by_escapes: &[u64]) -> Option<u32> {
     let plain = f64::from(2 * TILE_WEIGHTS);
-    let most = |list_bytes: u32| f64::from(Lossless::tile_bytes(list_bytes)) <= WORTH * plain;
+    let most =
+        |list_bytes: u32| list_bytes <= LONGEST_LIST && f64::from(Lossless::tile_bytes(list_bytes)) <= WORTH * plain;
     let tiles: u64 = tiles_by_escapes.iter().sum();
     let enough = |list_bytes: &u32| {
         let room = Lossless::room(*list_bytes) as usize;
@@ -249,5 +252,8 @@ mod tests {
     #[test]
     fn what_has_too_many_escapes_is_not_packed() {
         assert_eq!(list_bytes(&counts(&[(1000, 10)])), None);
+        // One escape more, and a slice and its list are no row of a box.
+        assert_eq!(list_bytes(&counts(&[(316, 10)])), Some(640));
+        assert_eq!(list_bytes(&counts(&[(317, 10)])), None);
     }
 }
