@@ -35,6 +35,7 @@ mod e4m3;
 mod exchange;
 mod heads;
 mod kernels;
+mod problem;
 mod producer;
 mod sequences;
 #[cfg(not(cuda_arch = "sm_90a"))]
@@ -43,6 +44,7 @@ mod tree;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod wgmma_attention;
 
+use cuda_std::bulk::Barrier;
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::tensor;
 use cuda_std::tensor::TensorMap;
@@ -67,6 +69,7 @@ pub(crate) use consumer::{OfFragments, Products};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
 pub use kernels::*;
+use problem::Problem;
 use producer::{Units, produce};
 #[cfg(not(cuda_arch = "sm_90a"))]
 pub use short::*;
@@ -82,7 +85,7 @@ pub const SHORT_SHARED_BYTES: u32 = shared_bytes(true);
 
 /// The same, with a short ring or not, and whether that comes first or last.
 const fn shared_bytes(short: bool) -> u32 {
-    (PATHS_END - SCRATCH).next_multiple_of(1024) + stages(short) * CHUNK_BYTES
+    (END - SCRATCH).next_multiple_of(1024) + stages(short) * CHUNK_BYTES
 }
 
 const WARPS: u32 = 8;
@@ -115,7 +118,7 @@ const SCRATCH: u32 = if RING_IS_FIRST { STAGES * CHUNK_BYTES } else { 0 };
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
 /// The ring's.
 const BARRIERS: u32 = SCRATCH + SCRATCH_BYTES;
-/// Each row's norm factor. Of one row: the sequence flag of the squares that the factor is asked of, then the factor.
+/// Each row's norm factor. Of one row: that of a layer's input, and of the head's, then that after attention.
 const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
@@ -126,6 +129,11 @@ const UNITS: u32 = ARRIVALS + 8;
 /// The words of the rows' paths; of several sequences, each row's position, and where the rows of its sequence end.
 const PATHS: u32 = UNITS + 32;
 const PATHS_END: u32 = PATHS + MAX_DECODE_ROWS * 8;
+/// The matrices' [`Problem`]s.
+const PROBLEMS: u32 = PATHS_END.next_multiple_of(16);
+/// Of one row: who finds a norm's factor waits for this until others want it.
+const FACTOR_WANTED: u32 = PROBLEMS + Matrix::COUNT * Problem::BYTES;
+const END: u32 = FACTOR_WANTED + 8;
 
 /// Stages of the ring, which is short or not.
 const fn stages(short: bool) -> u32 {
@@ -134,7 +142,7 @@ const fn stages(short: bool) -> u32 {
 
 /// The ring.
 const fn ring(short: bool) -> Shape {
-    let start = if RING_IS_FIRST { 0 } else { PATHS_END.next_multiple_of(1024) };
+    let start = if RING_IS_FIRST { 0 } else { END.next_multiple_of(1024) };
     Shape { start, stages: stages(short), bytes: CHUNK_BYTES, barriers: BARRIERS }
 }
 
@@ -206,12 +214,37 @@ pub const fn page_array(address: u64, layers: usize, elements: usize) -> tensor:
 
 /// The matrices of a layer, in the order of the stream, and the head.
 #[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
 enum Matrix {
     Qkv,
     Output,
     GateUp,
     Down,
     Head,
+}
+
+impl Matrix {
+    /// How many there are.
+    const COUNT: u32 = 5;
+
+    /// Whether its outputs are added to the residual.
+    #[inline(always)]
+    const fn is_added(self) -> bool {
+        // Not by names, of which the compiler would make a table of places to jump to.
+        self as u32 % 2 == 1
+    }
+
+    /// That with this number.
+    #[inline(always)]
+    const fn numbered(number: u32) -> Self {
+        match number {
+            0 => Self::Qkv,
+            1 => Self::Output,
+            2 => Self::GateUp,
+            3 => Self::Down,
+            _ => Self::Head,
+        }
+    }
 }
 
 /// A point that a block passes; a word of [`DecodeStep::trace`] has it in its top 8 bits, above
@@ -313,12 +346,16 @@ impl DecodeStep {
     /// The matrix at this place in the stream.
     #[inline(always)]
     fn matrix(&self, index: u32) -> Matrix {
-        match index % 4 {
-            _ if index == 4 * self.layer_count => Matrix::Head,
-            0 => Matrix::Qkv,
-            1 => Matrix::Output,
-            2 => Matrix::GateUp,
-            _ => Matrix::Down,
+        Matrix::numbered(if index == 4 * self.layer_count { Matrix::Head as u32 } else { index % 4 })
+    }
+
+    /// Whether a matrix's input has yet to be divided by its norm.
+    #[inline(always)]
+    const fn is_normed(&self, matrix: Matrix) -> bool {
+        match matrix {
+            Matrix::Qkv => !self.eagle.is_wanted(),
+            Matrix::GateUp | Matrix::Head => true,
+            Matrix::Output | Matrix::Down => false,
         }
     }
 
@@ -418,6 +455,7 @@ unsafe fn run<
         }
         if thread == 0 {
             Ring::init(ring(SHORT), WARPS);
+            Barrier::at(shared::dynamic(FACTOR_WANTED)).init(1);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
             let units =
@@ -433,6 +471,8 @@ unsafe fn run<
             tree::bring(p, count);
         }
         attention::clear_queries(thread);
+        // By others than the thread that has the barriers to make.
+        Problem::store_all::<F>(p, thread.wrapping_sub(WARPS * 32), thread::grid_dim_x());
         let flag = p.exchange.first_flag();
         thread::sync_threads();
         // The registers of the other three warps of the producer's group are of more use to consumers. From a shuffle
@@ -447,7 +487,7 @@ unsafe fn run<
             if warp_id == WARPS {
                 produce::<F, ROWS, SHORT>(p, ONE);
             } else if ONE && warp_id == WARPS + 1 {
-                consumer::factors(p);
+                consumer::factors(p, flag);
             }
         }
     }

@@ -21,11 +21,14 @@
 //! Between steps, launches end.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, warp};
+use cuda_std::{GlobalMut, thread, warp};
 
 use crate::kv::HEAD_DIM;
 use crate::linear::N_TILE;
 use crate::waiting;
+
+/// Nanoseconds until many words are asked for again: they are as much as memory brings of weights meanwhile.
+const PAUSE: u32 = 100;
 
 /// What is exchanged.
 #[derive(Clone, Copy)]
@@ -165,6 +168,19 @@ impl Words {
         Self { first, len, flag }
     }
 
+    /// Where the first is.
+    #[inline(always)]
+    pub(crate) const fn first(&self) -> GlobalMut<u64> {
+        self.first
+    }
+
+    /// Those from word `i` on.
+    #[inline(always)]
+    pub(crate) unsafe fn from(&self, i: u32) -> Self {
+        // SAFETY: the caller's word; beyond the end none is asked for.
+        Self { first: unsafe { self.first.at(i as usize) }, len: self.len.saturating_sub(i), ..*self }
+    }
+
     /// Puts word `i` there.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, i: u32, bits: u32) {
@@ -178,6 +194,19 @@ impl Words {
     pub(crate) unsafe fn ask(&self, i: u32) -> Word {
         // SAFETY: the caller's word.
         Word(unsafe { atomic::load(self.first, i as usize, Ordering::Relaxed, Scope::Device) })
+    }
+
+    /// Asks for `N` words, the `k`-th at `place(k)`; beyond the last there are some that nobody waits for.
+    #[inline(always)]
+    pub(crate) unsafe fn ask_for<const N: usize>(&self, place: impl Fn(usize) -> u32) -> [Word; N] {
+        let mut words = [self.nothing(); N];
+        unroll!(K < N of 8; {
+            if place(K) < self.len {
+                // SAFETY: the caller's word.
+                words[K] = unsafe { self.ask(place(K)) };
+            }
+        });
+        words
     }
 
     /// A word that nobody waits for.
@@ -207,6 +236,9 @@ impl Words {
                 });
                 if warp::all(there) {
                     return true;
+                }
+                if N > 4 {
+                    thread::nanosleep(PAUSE);
                 }
                 unroll!(K < N of 8; {
                     if !words[K].has(self.flag) {

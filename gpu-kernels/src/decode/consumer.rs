@@ -10,14 +10,14 @@ mod outputs;
 mod some;
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, bf16, shared, thread};
+use cuda_std::{shared, thread};
 
+use super::problem::Problem;
 use super::producer::Units;
-use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS, Walk};
+use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS};
 use crate::attention::Divisor;
 use crate::embedding::{embed_each, embed_elements};
 use crate::linear::{K_PARTIALS, N_TILE};
-use crate::norm::Norm;
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
@@ -38,11 +38,11 @@ pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub count: u32,
     /// The first sequence flag of the step's [words](crate::exchange).
     pub flag: u32,
-    /// Which of two places partial sums of one row go to.
-    turn: u32,
     pub ring: Ring,
     rows: Divisor,
-    walk: Walk,
+    grid: u32,
+    /// The block's place in the next wave's rotation.
+    place: u32,
 }
 
 /// The 8 consumer warps of a block synchronise.
@@ -55,8 +55,8 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     #[inline(always)]
     pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(super::ring(SHORT));
-        let (rows, walk) = (Divisor::new(count), Walk::new(thread::grid_dim_x()));
-        Self { p, count, flag, turn: 0, ring, rows, walk }
+        let (grid, place) = (thread::grid_dim_x(), thread::block_idx_x());
+        Self { p, count, flag, ring, rows: Divisor::new(count), grid, place }
     }
 
     /// The position of the first row; the others follow it, or have the slots that do.
@@ -79,14 +79,13 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 self.grid_barrier();
             }
             let mut index = 0;
-            let mut part = self.part::<F>(index, 0);
+            let mut part = self.part(index, 0);
             let mut old = if ONE { Default::default() } else { self.first_addends(&part) };
-            let mut first = if ONE { self.first_of_one(&part) } else { Default::default() };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
                 match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
-                    (true, false) => F::Products::of_one(self, part, first),
-                    (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part, first),
+                    (true, false) => F::Products::of_one(self, part),
+                    (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part),
                     (false, false) => F::Products::of_some::<ROWS, SHORT, TILES>(self, part, old),
                     (false, true) => {
                         <F::Head as WeightFormat>::Products::of_some::<ROWS, SHORT, TILES>(self, part, old);
@@ -109,8 +108,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                         sync();
                         self.attention::<1, true, ATTENTION>(layer, Units::load());
                     }
-                    part = self.part::<F>(index, 0);
-                    first = self.first_of_one(&part);
+                    part = self.part(index, 0);
                     continue;
                 }
                 // Between arrival and wait comes what needs nothing of this phase from the other blocks.
@@ -129,13 +127,12 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 }
                 // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from
                 // far.
-                part = self.part::<F>(index, 0);
+                part = self.part(index, 0);
                 old = self.first_addends(&part);
                 self.wait();
             }
             if ONE {
                 sync();
-                one::ask_for_factor(0);
             }
             let row = thread::thread_idx_x();
             if row < self.count {
@@ -154,7 +151,10 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     pub unsafe fn mark(&self, mark: Mark) {
         // SAFETY: the caller's word.
         unsafe {
-            if !self.p.trace.is_null() && thread::opaque(thread::thread_idx_x()) == 0 {
+            if self.p.trace.is_null() {
+                return;
+            }
+            if thread::opaque(thread::thread_idx_x()) == 0 {
                 let len = DecodeStep::trace_len(self.p.layer_count);
                 let trace = self.p.trace.at((thread::block_idx_x() * len) as usize);
                 let marks = trace.load(0) + 1;
@@ -225,7 +225,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
             }
             let norm = p.input_norm(0);
             let embed = p.work.embed(norm);
-            let grid = self.walk.grid;
+            let grid = self.grid;
             cuda_std::assume(grid > 0);
             let stride = grid * WARPS * 32;
             let mut row = 0;
@@ -251,40 +251,28 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// The input of a matrix: its first row, and the norm that it has yet to be divided by.
-    #[inline(always)]
-    fn input(&self, matrix: Matrix) -> (Global<bf16>, Norm) {
-        let p = self.p;
-        match matrix {
-            Matrix::Output => (p.work.attended.read(), Norm::default()),
-            Matrix::Down => (p.work.activation.read(), Norm::default()),
-            Matrix::Qkv if p.eagle.is_wanted() => (p.eagle.pairs, Norm::default()),
-            Matrix::Qkv | Matrix::GateUp | Matrix::Head => (p.work.residual.scaled.read(), p.work.norm()),
-        }
-    }
-
     /// This block's part of the next wave, over the matrix at `index` from `first_n_tile` on.
     #[inline(always)]
-    fn part<F: WeightFormat>(&mut self, index: u32, first_n_tile: u32) -> Part {
-        let (grid, block) = (self.walk.grid, thread::block_idx_x());
+    fn part(&mut self, index: u32, first_n_tile: u32) -> Part {
         let matrix = self.p.matrix(index);
-        let (n_tiles, k) = self.p.shape(matrix);
-        let inputs = if F::OTHER_HEAD && matrix == Matrix::Head { F::Head::INPUTS } else { F::INPUTS };
-        let wave = self.walk.wave(n_tiles - first_n_tile, k.div_ceil(inputs));
-        let place = wave.place(block, grid);
-        let (mine, end) = (wave.mine(place, grid), first_n_tile + wave.n_tiles);
-        Part { matrix, index, first_n_tile, end, depth: wave.depth, place, mine }
+        // SAFETY: the roles have parted.
+        let problem = unsafe { Problem::load(matrix) };
+        let (place, most) = (self.place, N_TILES * self.grid);
+        let Problem { n_tiles, each, more, .. } = problem;
+        let (mine, end) = if n_tiles - first_n_tile > most {
+            (N_TILES, first_n_tile + most)
+        } else {
+            self.place = if place >= more { place - more } else { place + self.grid - more };
+            (each + u32::from(place < more), n_tiles)
+        };
+        Part { matrix, index, problem, first_n_tile, end, depth: problem.depth, place, mine }
     }
 }
 
 /// How consumers multiply weights of a format.
 pub trait Products<F: WeightFormat> {
     /// One row's, over all waves of a matrix, of which `part` is the first; and what becomes of the outputs.
-    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(
-        consumer: &mut Consumer<'_, ROWS, SHORT>,
-        part: Part,
-        first: (Output, Addend),
-    );
+    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part);
 
     /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
     unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
@@ -299,13 +287,9 @@ pub struct OfFragments;
 
 impl<F: FragmentFormat> Products<F> for OfFragments {
     #[inline(always)]
-    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(
-        consumer: &mut Consumer<'_, ROWS, SHORT>,
-        part: Part,
-        first: (Output, Addend),
-    ) {
+    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part) {
         // SAFETY: the caller's word.
-        unsafe { consumer.gemm_of_one::<F>(part, first) }
+        unsafe { consumer.gemm_of_one::<F>(part) }
     }
 
     #[inline(always)]
@@ -325,6 +309,7 @@ pub struct Part {
     matrix: Matrix,
     /// The matrix's place in the stream.
     index: u32,
+    problem: Problem,
     /// The wave's first N-tile, and one beyond its last.
     first_n_tile: u32,
     end: u32,
@@ -334,4 +319,12 @@ pub struct Part {
     place: u32,
     /// Its N-tiles.
     mine: u32,
+}
+
+impl Part {
+    /// Whether no wave follows.
+    #[inline(always)]
+    const fn is_last(&self) -> bool {
+        self.end == self.problem.n_tiles
+    }
 }

@@ -14,7 +14,7 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores};
 use cuda_std::{Global, math, thread, warp};
 
-use super::{Addend, Consumer, Output, Part, Products};
+use super::{Addend, Consumer, Part, Products};
 use crate::decode::{DecodeStep, Matrix, WARPS};
 use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
 use crate::linear::N_TILE;
@@ -36,13 +36,9 @@ pub struct OfCodes;
 
 impl Products<E4m3> for OfCodes {
     #[inline(always)]
-    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(
-        consumer: &mut Consumer<'_, ROWS, SHORT>,
-        part: Part,
-        first: (Output, Addend),
-    ) {
+    unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part) {
         // SAFETY: the caller's word.
-        unsafe { consumer.e4m3_of_one(part, first) }
+        unsafe { consumer.e4m3_of_one(part) }
     }
 
     #[inline(always)]

@@ -1,29 +1,35 @@
 //! Products of a step of one row, whose input comes as [words](crate::exchange).
 
+use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
 use cuda_std::{mma, thread, warp};
 
 use super::duty::{Columns, Duty, columns_of, release};
 use super::{Addend, Consumer, Output, Part, sync};
-use crate::decode::{DecodeStep, FACTORS, Mark, Matrix, SCRATCH, WARPS};
-use crate::exchange::{Word, WordKind};
+use crate::decode::problem::Problem;
+use crate::decode::{DecodeStep, FACTOR_WANTED, FACTORS, Mark, Matrix, SCRATCH, WARPS};
+use crate::exchange::{Word, WordKind, Words};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::stream::{CHUNK_FEATURES, N_TILES};
+use crate::waiting;
 use crate::weights::{FragmentFormat, WeightFragments};
 
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][feature]`.
 const ONE_PARTIAL: u32 = N_TILES * K_PARTIALS * N_TILE * 4;
-/// Behind two of these, which take turns: what a warp has of a product's input at a time, [`ASKED`] slices of 64
-/// elements.
-const STAGED: u32 = SCRATCH + 2 * ONE_PARTIAL;
+/// Behind them: what a warp has of a product's input at a time, [`ASKED`] slices of 64 elements.
+const STAGED: u32 = SCRATCH + ONE_PARTIAL;
 const ASKED: usize = 8;
 /// Bytes of a warp's slices there, `[warp][slice][element]`.
 const STAGED_BYTES: u32 = ASKED as u32 * SLICE * 2;
 /// Bytes of scratch memory for one row.
 pub const ONE_BYTES: u32 = STAGED - SCRATCH + WARPS * STAGED_BYTES;
 
-/// Behind the sequence flag that it is asked of, the factor of the norm.
-pub const FACTOR: usize = 1;
+/// Where the factor of a matrix's norm lies. Two take turns: the next one comes while this one is read.
+#[inline(always)]
+pub(super) fn factor_place(matrix: Matrix) -> usize {
+    (matrix == Matrix::GateUp).into()
+}
+
 /// Chunks whose weights a lane has room for: all of its N-tiles', where they are so few.
 const HELD: usize = 4;
 
@@ -94,62 +100,72 @@ unsafe fn columns(from: Shared<u32>) -> Columns {
     unsafe { [[from.load16(0), from.load16(16)], [from.load16(next), from.load16(next + 16)]] }
 }
 
-/// What another warp of the block does for the products of one row: it finds the factor of each norm, when it is asked
-/// for.
+/// Where who finds a norm's factor hears that it is wanted: earlier it would only slow down those who have yet to put
+/// out what it is made of.
 #[inline(always)]
-pub unsafe fn factors(p: &DecodeStep) {
+unsafe fn wanted() -> Barrier {
+    // SAFETY: the block's place for it.
+    unsafe { Barrier::at(shared::dynamic(FACTOR_WANTED)) }
+}
+
+/// Wants the factor of a norm.
+#[inline(always)]
+pub(super) unsafe fn want_factor() {
+    if thread::opaque(thread::thread_idx_x()) == 0 {
+        // SAFETY: the caller's word.
+        unsafe { wanted().arrive() };
+    }
+}
+
+/// What another warp of the block does for the products of one row: it finds the factor of each norm, of a step with
+/// this first sequence flag.
+#[inline(always)]
+pub unsafe fn factors(p: &DecodeStep, flag: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let lane = thread::lane_id();
-        let place = shared::dynamic::<u32>(FACTORS);
-        loop {
-            sync_with_factor();
-            let flag = place.load(0);
-            if flag == 0 {
-                return;
-            }
-            let squares = p.exchange.words(WordKind::Squares, flag);
-            // Lane `l` comes to have the spans `l % 8 · 4 + l / 8`.
-            let (mut sum, mut i) = (0.0, lane);
-            while i - lane < squares.len {
-                let mut found = [squares.nothing(); 2];
-                unroll!(I < 2; {
-                    if i + 32 * (I as u32) < squares.len {
-                        found[I] = squares.ask(i + 32 * I as u32);
-                    }
-                });
-                squares.settle(&mut found, |k| i + 32 * k as u32);
-                let two = found.map(|word| f32::from_bits(word.bits()));
-                let [own, other] = if lane.is_multiple_of(2) { two } else { [two[1], two[0]] };
-                let mut span = own + warp::shuffle_xor(other, 1);
-                span += warp::shuffle_xor(span, 2);
-                span += warp::shuffle_xor(span, 4);
-                if lane / 2 % 4 == i / 64 % 4 {
-                    sum += span;
+        let (mut index, mut parity) = (0, 0);
+        while index < p.matrices() {
+            let matrix = p.matrix(index);
+            if Problem::load(matrix).is_normed {
+                waiting::for_phase(wanted(), parity);
+                parity ^= 1;
+                let factor = factor(p, &p.exchange.words(WordKind::Squares, flag + index), lane);
+                if lane == 0 {
+                    shared::dynamic::<f32>(FACTORS).store(factor_place(matrix), factor);
                 }
-                i += 64;
+                sync_with_factor();
             }
-            unroll!(M < 5; {
-                sum += warp::shuffle_xor(sum, [4, 2, 1, 16, 8][M]);
-            });
-            let factor = p.work.norm().inverse_rms_of_sum(sum);
-            if lane == 0 {
-                place.store(FACTOR, factor.to_bits());
-            }
-            sync_with_factor();
+            index += 2;
         }
     }
 }
 
-/// Asks the warp that does so for the factor of the squares with this sequence flag; of none, it is done.
+/// The factor of a norm with these sums of squares, found by a warp.
 #[inline(always)]
-pub unsafe fn ask_for_factor(flag: u32) {
+unsafe fn factor(p: &DecodeStep, squares: &Words, lane: u32) -> f32 {
     // SAFETY: the caller's word.
     unsafe {
-        if thread::thread_idx_x() == 0 {
-            shared::dynamic::<u32>(FACTORS).store(0, flag);
+        // Lane `l` comes to have the spans `l % 8 · 4 + l / 8`.
+        let (mut sum, mut i) = (0.0, lane);
+        while i - lane < squares.len {
+            let place = |k: usize| i + 32 * k as u32;
+            let mut found = squares.ask_for::<2>(place);
+            squares.settle(&mut found, place);
+            let two = found.map(|word| f32::from_bits(word.bits()));
+            let [own, other] = if lane.is_multiple_of(2) { two } else { [two[1], two[0]] };
+            let mut span = own + warp::shuffle_xor(other, 1);
+            span += warp::shuffle_xor(span, 2);
+            span += warp::shuffle_xor(span, 4);
+            if lane / 2 % 4 == i / 64 % 4 {
+                sum += span;
+            }
+            i += 64;
         }
-        sync_with_factor();
+        unroll!(M < 5; {
+            sum += warp::shuffle_xor(sum, [4, 2, 1, 16, 8][M]);
+        });
+        p.work.norm().inverse_rms_of_sum(sum)
     }
 }
 
@@ -158,44 +174,29 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
     /// fragments. What does not need them is done while they come.
     #[inline(always)]
-    pub(super) unsafe fn gemm_of_one<F: FragmentFormat>(&mut self, mut part: Part, mut first: (Output, Addend)) {
+    pub(super) unsafe fn gemm_of_one<F: FragmentFormat>(&mut self, mut part: Part) {
         // SAFETY: the caller's word.
         unsafe {
             let p = self.p;
-            let matrix = part.matrix;
             let duty = Duty::<F, 1, SHORT>::new();
             let Duty { lane, warp_id, .. } = duty;
-            let scale = F::scale(p, part.index);
             let (g, t) = (lane / 4, lane % 4);
-            let (input, normed) = match matrix {
-                Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
-                Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
-                Matrix::Qkv if p.eagle.is_wanted() => (self.taken_in(WordKind::Pairs, part.index), false),
-                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
-            };
-            let n_tiles = p.shape(matrix).0;
-            // This lane's word of a turn.
-            let place = |turn: u32| turn * (CHUNK_FEATURES / 2) + warp_id * (SLICE / 2) + lane;
-            // What lies beyond a row's end is multiplied by zero.
-            let ask = |turn: u32| {
-                let mut words = [input.nothing(); ASKED];
-                unroll!(I < ASKED of 8; {
-                    let i = place(turn + I as u32);
-                    if i < input.len {
-                        words[I] = input.ask(i);
-                    }
-                });
-                words
-            };
+            let scale = F::scale(p, part.index);
+            let input = part.problem.input(self.flag + part.index);
+            // From this lane's first word on, those of the turns; what lies beyond a row's end is multiplied by zero.
+            let place = |turn: usize| turn as u32 * (CHUNK_FEATURES / 2);
             let mut ring = self.ring;
             loop {
+                let normed = part.problem.is_normed && part.first_n_tile == 0;
                 if part.mine > 0 {
+                    self.begin_part();
                     // New to the compiler, which would keep these addresses from wave to wave.
-                    let mut words = ask(thread::opaque(0));
-                    let normed = normed && part.first_n_tile == 0;
+                    let mut own_words = input.from(thread::opaque(warp_id * (SLICE / 2) + lane));
+                    let mut words = own_words.ask_for::<ASKED>(place);
                     if normed {
-                        ask_for_factor(self.flag + part.index);
+                        want_factor();
                     }
+                    let first = self.first_of_one(&part);
                     let mut acc = [[0f32; 4]; N_TILES as usize];
                     let own = duty.n_tiles(part.mine);
                     // Both halves go the same way: they meet alike.
@@ -218,7 +219,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         ring = ring.ahead(part.mine * part.depth);
                         // There are no more turns than that.
                         let mut words = [words[0], words[1], words[2], words[3]];
-                        input.settle(&mut words, |i| place(i as u32));
+                        own_words.settle(&mut words, place);
                         self.mark(Mark::GridBarrier);
                         duty.stage::<HELD>(&words);
                         match own {
@@ -230,7 +231,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         let mut ready = duty.begin(p, &ring, &part);
                         let mut turn = 0;
                         while turn < part.depth {
-                            input.settle(&mut words, |i| place(turn + i as u32));
+                            own_words.settle(&mut words, place);
                             if turn == 0 {
                                 if part.first_n_tile == 0 {
                                     self.mark(Mark::GridBarrier);
@@ -243,7 +244,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             duty.stage(&words);
                             let next = turn + ASKED as u32;
                             if next < part.depth {
-                                words = ask(next);
+                                own_words = own_words.from(place(ASKED));
+                                words = own_words.ask_for(place);
                             }
                             let end = part.depth.min(next);
                             let from = duty.staged();
@@ -260,11 +262,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             turn = end;
                         }
                     }
-                    // Of two places one after the other: a warp that is ahead meets the others once more before it
-                    // comes back to this one.
-                    self.turn ^= 1;
                     // Of the columns the first is the row.
-                    let partial = shared::dynamic::<f32>(SCRATCH + self.turn * ONE_PARTIAL);
+                    let partial = shared::dynamic::<f32>(SCRATCH);
                     if t == 0 {
                         unroll!(S < 4; {
                             if (S as u32) < own {
@@ -280,18 +279,36 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         sync();
                     }
                     self.put_sums_of_one::<{ K_PARTIALS as usize }>(&part, partial, scale, first);
+                } else {
+                    self.pass_by(&input, normed);
                 }
-                if part.mine == 0 {
-                    // Asking for what comes after it, again and again, would slow down those who have a part in it.
-                    input.expect();
-                }
-                if part.end == n_tiles {
+                if part.is_last() {
                     break;
                 }
-                part = self.part::<F>(part.index, part.end);
-                first = self.first_of_one(&part);
+                part = self.part(part.index, part.end);
             }
             self.ring = ring;
+        }
+    }
+
+    /// Waits for the warps that have the block's last outputs to put out. Until then the others' questions would be in
+    /// vain, and slow down the grid; and behind it nobody reads partial sums any more.
+    #[inline(always)]
+    pub(super) fn begin_part(&self) {
+        sync();
+    }
+
+    /// What a block does that has no part in a GEMM.
+    #[inline(always)]
+    pub(super) unsafe fn pass_by(&self, input: &Words, normed: bool) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if normed {
+                want_factor();
+                sync_with_factor();
+            }
+            // Asking for what comes after it, again and again, would slow down those who have a part in it.
+            input.expect();
         }
     }
 
@@ -331,7 +348,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         let e = thread::opaque(thread::thread_idx_x());
         let valid = e < part.mine << width_log2;
         let n_tile = if valid { e >> width_log2 } else { 0 };
-        let first = (part.first_n_tile + part.place + n_tile * self.walk.grid) << width_log2;
+        let first = (part.first_n_tile + part.place + n_tile * self.grid) << width_log2;
         let output = Output { row: 0, n_tile, feature: first + (e & !(!0 << width_log2)), valid };
         // SAFETY: the caller's word.
         (output, unsafe { self.addend::<true>(part, &output) })

@@ -71,7 +71,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         let width_log2 = N_TILE.ilog2() - u32::from(part.matrix == Matrix::GateUp);
         let total = (part.mine * self.count) << width_log2;
         let place = part.first_n_tile + part.place;
-        Outputs { width_log2, rows: self.rows, total, place, grid: self.walk.grid }
+        Outputs { width_log2, rows: self.rows, total, place, grid: self.grid }
     }
 
     /// What this lane's first two outputs of a part are combined with.
@@ -123,16 +123,19 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     pub(super) unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
         // SAFETY: the caller's word.
         unsafe {
+            // Lanes exchange what they have before any has a condition: behind one the assembler has them do it apart.
+            // What the weight is, is asked here: earlier the warp would wait for it.
+            let weight = bf16::from_bits(thread::opaque(weight.to_bits().into()) as u16);
             let scaled = pair_with_next(math::to_bf16(x * math::from_bf16(weight)));
-            if valid && element.is_multiple_of(2) {
-                self.taken_in(WordKind::Scaled, stage).put(element / 2, scaled);
-            }
             let squares = n_tile_squares(x);
             if valid {
+                if element.is_multiple_of(2) {
+                    self.taken_in(WordKind::Scaled, stage).put(element / 2, scaled);
+                }
+                self.taken_in(WordKind::Residual, stage).put(element, x.to_bits());
                 if element.is_multiple_of(N_TILE) {
                     self.taken_in(WordKind::Squares, stage).put(element / N_TILE, squares.to_bits());
                 }
-                self.taken_in(WordKind::Residual, stage).put(element, x.to_bits());
             }
         }
     }
@@ -149,73 +152,118 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ) {
         // SAFETY: the caller's word.
         unsafe {
+            let place = if ONE { one::factor_place(part.matrix) } else { output.row as usize };
+            let factor = || shared::dynamic::<f32>(FACTORS).load(place);
+            if !ONE {
+                return match part.matrix {
+                    Matrix::Qkv => self.put_head::<ONE>(part, output, sum * factor() + old.x),
+                    Matrix::Output | Matrix::Down => self.put_residual::<ONE>(part, output, sum, old),
+                    Matrix::GateUp => self.put_activation::<ONE>(part, output, || [sum * factor(), up() * factor()]),
+                    Matrix::Head => self.put_logit(output, sum * factor()),
+                };
+            }
+            // One after the other: to jump to a place that is looked up takes a warp longer, and others wait for it.
+            if part.matrix.is_added() {
+                self.put_residual::<ONE>(part, output, sum, old);
+            } else if part.matrix == Matrix::GateUp {
+                self.put_activation::<ONE>(part, output, || [sum * factor(), up() * factor()]);
+            } else if part.matrix == Matrix::Qkv {
+                self.put_head::<ONE>(part, output, sum * factor() + old.x);
+            } else {
+                self.put_logit(output, sum * factor());
+            }
+        }
+    }
+
+    /// Puts out an element of the queries, keys and values.
+    #[inline(always)]
+    unsafe fn put_head<const ONE: bool>(&self, part: &Part, &Output { row, feature, valid, .. }: &Output, x: f32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if ONE && valid {
+                self.put_out(WordKind::Heads, part.index).put(feature, x.to_bits());
+            } else if valid {
+                let heads = (self.p.work.q_heads + 2 * self.p.work.kv_heads) * HEAD_DIM;
+                self.p.work.qkv.store((row * heads + feature) as usize, x);
+            }
+        }
+    }
+
+    /// Adds to an element of the residual.
+    #[inline(always)]
+    unsafe fn put_residual<const ONE: bool>(&self, part: &Part, output: &Output, sum: f32, old: Addend) {
+        // SAFETY: the caller's word.
+        unsafe {
             let p = self.p;
             let &Output { row, feature, valid, .. } = output;
-            let factor = || shared::dynamic::<f32>(FACTORS).load(if ONE { one::FACTOR } else { row as usize });
-            match part.matrix {
-                Matrix::Qkv => {
-                    if ONE && valid {
-                        self.put_out(WordKind::Heads, part.index).put(feature, (sum * factor() + old.x).to_bits());
-                    } else if valid {
-                        let heads = (p.work.q_heads + 2 * p.work.kv_heads) * HEAD_DIM;
-                        p.work.qkv.store((row * heads + feature) as usize, sum * factor() + old.x);
-                    }
+            let x = if ONE {
+                let mut word = [if valid { old.word } else { self.added_to(part.index).nothing() }];
+                self.added_to(part.index).settle(&mut word, |_| feature);
+                let x = f32::from_bits(word[0].bits()) + sum;
+                self.put_words(part.index + 1, feature, old.weight, x, valid);
+                x
+            } else {
+                let x = old.x + sum;
+                p.work.residual.put(old.weight, row, feature, x, valid);
+                x
+            };
+            if valid && part.matrix == Matrix::Down {
+                if p.taps.are_wanted() {
+                    p.taps.put((self.sequence(row), self.slot(row)), part.index / 4 + 1, feature, x);
                 }
-                Matrix::Output | Matrix::Down => {
-                    let x = if ONE {
-                        let mut word = [if valid { old.word } else { self.added_to(part.index).nothing() }];
-                        self.added_to(part.index).settle(&mut word, |_| feature);
-                        let x = f32::from_bits(word[0].bits()) + sum;
-                        self.put_words(part.index + 1, feature, old.weight, x, valid);
-                        x
-                    } else {
-                        let x = old.x + sum;
-                        p.work.residual.put(old.weight, row, feature, x, valid);
-                        x
-                    };
-                    if valid && part.matrix == Matrix::Down {
-                        if p.taps.are_wanted() {
-                            p.taps.put((self.sequence(row), self.slot(row)), part.index / 4 + 1, feature, x);
-                        }
-                        if p.eagle.is_wanted() && self.is_last_of_sequence(row) {
-                            let at = self.sequence(row) * p.work.residual.dim + feature;
-                            p.eagle.own.store(at as usize, x);
-                        }
-                    }
+                if p.eagle.is_wanted() && self.is_last_of_sequence(row) {
+                    let at = self.sequence(row) * p.work.residual.dim + feature;
+                    p.eagle.own.store(at as usize, x);
                 }
-                Matrix::GateUp => {
-                    let valid = valid && feature < p.intermediate;
-                    let mut product = bf16::from_bits(0);
-                    if valid {
-                        let (gate, up) = (sum * factor(), up() * factor());
-                        product = math::to_bf16(swiglu(gate, up));
-                    }
-                    if ONE {
-                        let word = pair_with_next(product);
-                        if valid && feature.is_multiple_of(2) {
-                            self.put_out(WordKind::Activation, part.index).put(feature / 2, word);
-                        }
-                    } else if valid {
-                        p.work.activation.store((row * p.intermediate + feature) as usize, product);
-                    }
+            }
+        }
+    }
+
+    /// Puts out an activation of a gate and an up.
+    #[inline(always)]
+    unsafe fn put_activation<const ONE: bool>(&self, part: &Part, output: &Output, both: impl Fn() -> [f32; 2]) {
+        let product = || {
+            let [gate, up] = both();
+            math::to_bf16(swiglu(gate, up))
+        };
+        // SAFETY: the caller's word.
+        unsafe {
+            let p = self.p;
+            let &Output { row, feature, valid, .. } = output;
+            let valid = valid && feature < p.intermediate;
+            if ONE {
+                // As of the residual, before there is a condition.
+                let product = product();
+                let word = pair_with_next(if valid { product } else { bf16::from_bits(0) });
+                if valid && feature.is_multiple_of(2) {
+                    self.put_out(WordKind::Activation, part.index).put(feature / 2, word);
                 }
-                Matrix::Head => {
-                    let valid = valid && feature < p.work.vocab;
-                    let logit = sum * factor();
-                    if valid {
-                        p.logits.store(row as usize * p.work.vocab as usize + feature as usize, logit);
-                    }
-                    let mut best = if valid { rank(logit, feature) } else { 0 };
-                    let mut mask = N_TILE / 2;
-                    while mask > 0 {
-                        best = best.max(warp::shuffle_xor(best, mask));
-                        mask /= 2;
-                    }
-                    if output.valid && feature.is_multiple_of(N_TILE) {
-                        let bests = shared::dynamic::<u64>(BEST);
-                        atomic::fetch_max(bests, row as usize, best, Ordering::Relaxed, Scope::Block);
-                    }
-                }
+            } else if valid {
+                p.work.activation.store((row * p.intermediate + feature) as usize, product());
+            }
+        }
+    }
+
+    /// Puts out a logit.
+    #[inline(always)]
+    unsafe fn put_logit(&self, output: &Output, logit: f32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let p = self.p;
+            let &Output { row, feature, .. } = output;
+            let valid = output.valid && feature < p.work.vocab;
+            if valid {
+                p.logits.store(row as usize * p.work.vocab as usize + feature as usize, logit);
+            }
+            let mut best = if valid { rank(logit, feature) } else { 0 };
+            let mut mask = N_TILE / 2;
+            while mask > 0 {
+                best = best.max(warp::shuffle_xor(best, mask));
+                mask /= 2;
+            }
+            if output.valid && feature.is_multiple_of(N_TILE) {
+                let bests = shared::dynamic::<u64>(BEST);
+                atomic::fetch_max(bests, row as usize, best, Ordering::Relaxed, Scope::Block);
             }
         }
     }

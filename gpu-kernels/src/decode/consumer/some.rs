@@ -4,6 +4,7 @@ use cuda_std::{shared, thread};
 
 use super::duty::{Columns, Duty};
 use super::{Addend, Consumer, Part, sync};
+use crate::decode::problem::Problem;
 use crate::decode::{CHUNK_FEATURES, FACTORS, N_TILES, SCRATCH, WARPS};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::norm::Norm;
@@ -23,16 +24,15 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.
         unsafe {
-            let matrix = part.matrix;
             // What follows from these is found again for each matrix, not kept over all layers in registers.
             let duty = Duty::<F, TILES, SHORT>::new();
             let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
             let scale = F::scale(self.p, part.index);
             cuda_std::assume(self.count > 0);
-            let (n_tiles, k) = self.p.shape(matrix);
+            let Problem { x, k, is_normed, .. } = part.problem;
             cuda_std::assume(k > 0);
-            let (x, norm) = self.input(matrix);
+            let norm = if is_normed { self.p.work.norm() } else { Norm::default() };
             let count = self.count;
             let first_feature = duty.k_split() * SLICE + t * 8;
             // Columns without a row compute the last row again, which nobody reads.
@@ -93,10 +93,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     turn += 1;
                 }
                 self.epilogue::<F, TILES>(&acc, &part, scale, old);
-                if part.end == n_tiles {
+                if part.is_last() {
                     break;
                 }
-                part = self.part::<F>(part.index, part.end);
+                part = self.part(part.index, part.end);
                 old = self.first_addends(&part);
             }
             self.ring = ring;

@@ -10,21 +10,20 @@ use cuda_std::{bulk, shared, thread, warp};
 
 use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
 use crate::decode::attention::QUERY_BYTES;
-use crate::decode::consumer::one::{ask_for_factor, sync_with_factor};
-use crate::decode::consumer::{Addend, Consumer, Output, Part, sync};
-use crate::decode::{Mark, Matrix, SCRATCH};
+use crate::decode::consumer::one::{sync_with_factor, want_factor};
+use crate::decode::consumer::{Consumer, Part, sync};
+use crate::decode::{Mark, SCRATCH};
 use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
-use crate::exchange::{Word, WordKind, Words};
+use crate::exchange::{Word, Words};
 use crate::linear::N_TILE;
 use crate::stream::{N_TILES, SLICES};
-use crate::weights::E4m3;
 
 /// Turns of one row whose input is asked for at a time.
 const ASKED: usize = 4;
-/// Of one row: two places of outputs, `[n_tile][feature]`; two of codes, with the columns that are not wanted behind
+/// Of one row: outputs, `[n_tile][feature]`; two places of codes, with the columns that are not wanted behind
 /// them; their scales, `[turn][slice]`; the weights', `[turn]`; inner sums.
 const TOTALS: u32 = N_TILES * N_TILE * 4;
-const CODES: u32 = SCRATCH + 2 * TOTALS;
+const CODES: u32 = SCRATCH + TOTALS;
 const CODES_BYTES: u32 = ASKED as u32 * CHUNK_INPUTS + SECOND;
 const SCALES: u32 = CODES + 2 * CODES_BYTES;
 const SCALES_BYTES: u32 = ASKED as u32 * SLICES * 4;
@@ -40,37 +39,32 @@ pub const SECOND: u32 = SLICES / 2 * 16;
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
     #[inline(always)]
-    pub unsafe fn e4m3_of_one(&mut self, mut part: Part, mut first: (Output, Addend)) {
+    pub unsafe fn e4m3_of_one(&mut self, mut part: Part) {
         // SAFETY: the caller's word.
         unsafe {
             let group = Warpgroup::<8>::new(self.p, part.index, 1);
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-            let (input, normed) = match part.matrix {
-                Matrix::Output => (self.taken_in(WordKind::Attended, part.index), false),
-                Matrix::Down => (self.taken_in(WordKind::Activation, part.index), false),
-                Matrix::Qkv | Matrix::GateUp | Matrix::Head => (self.taken_in(WordKind::Scaled, part.index), true),
-            };
-            let n_tiles = self.p.shape(part.matrix).0;
-            // A lane's word with this number: of two of each turn, which are to be neighbours as codes.
-            let first_word = lane / 4 * 8 + lane % 4;
-            let place = |turn: u32, i: usize| {
-                (turn + i as u32 / 2) * (CHUNK_INPUTS / 2) + warp_id * (GROUP / 2) + first_word + i as u32 % 2 * 4
-            };
+            let input = part.problem.input(self.flag + part.index);
+            // Of a lane's words two of each turn are to be neighbours as codes.
+            let first_word = warp_id * (GROUP / 2) + lane / 4 * 8 + lane % 4;
             let mut ring = self.ring;
             loop {
+                let normed = part.problem.is_normed && part.first_n_tile == 0;
                 if part.mine > 0 {
+                    self.begin_part();
                     // New to the compiler, which would keep these addresses from wave to wave.
-                    let mut words = ask_for(&input, |i| place(thread::opaque(0), i));
+                    let mut own = input.from(thread::opaque(first_word));
+                    let mut words = ask_for(&own);
+                    if normed {
+                        want_factor();
+                    }
+                    let first = self.first_of_one(&part);
                     let w_scales = |turn: u32| [0, 2].map(|more| group.weight_scale(&part, turn + group.half + more));
                     let mut next_scales = w_scales(0);
-                    let normed = normed && part.first_n_tile == 0;
-                    if normed {
-                        ask_for_factor(self.flag + part.index);
-                    }
                     let mut totals = [[0f32; 2]; OWN];
                     let (mut turn, mut buffer) = (0, 0);
                     while turn < part.depth {
-                        input.settle(&mut words, |i| place(turn, i));
+                        own.settle(&mut words, place);
                         if turn == 0 && part.first_n_tile == 0 {
                             self.mark(Mark::GridBarrier);
                         }
@@ -90,15 +84,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         sync();
                         let end = part.depth.min(turn + ASKED as u32);
                         if end < part.depth {
-                            words = ask_for(&input, |i| place(end, i));
+                            own = own.from(ASKED as u32 * (CHUNK_INPUTS / 2));
+                            words = ask_for(&own);
                             next_scales = w_scales(end);
                         }
                         group.turns((&mut ring, part.mine, end - turn), staged, &mut totals);
                         turn = end;
                     }
-                    // As of products of fragments.
-                    self.turn ^= 1;
-                    let partial = shared::dynamic::<f32>(SCRATCH + self.turn * TOTALS);
+                    let partial = shared::dynamic::<f32>(SCRATCH);
                     if group.lane < N_TILE {
                         unroll!(S < 4; {
                             if (S as u32) < group.n_tiles(part.mine) {
@@ -114,32 +107,29 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     }
                     self.put_sums_of_one::<1>(&part, partial, 1.0, first);
                 } else {
-                    // Asking for what comes after it, again and again, would slow down those who have a part in it.
-                    input.expect();
+                    self.pass_by(&input, normed);
                 }
-                if part.end == n_tiles {
+                if part.is_last() {
                     break;
                 }
-                part = self.part::<E4m3>(part.index, part.end);
-                first = self.first_of_one(&part);
+                part = self.part(part.index, part.end);
             }
             self.ring = ring;
         }
     }
 }
 
-/// Asks for a lane's words of the next turns; of those beyond the input there are none.
+/// Where a lane's word of the next turns is, from its first on.
 #[inline(always)]
-unsafe fn ask_for(input: &Words, place: impl Fn(usize) -> u32) -> [Word; 2 * ASKED] {
-    let mut words = [input.nothing(); 2 * ASKED];
-    unroll!(I < 8; {
-        let i = place(I);
-        if i < input.len {
-            // SAFETY: the caller's word.
-            words[I] = unsafe { input.ask(i) };
-        }
-    });
-    words
+const fn place(i: usize) -> u32 {
+    i as u32 / 2 * (CHUNK_INPUTS / 2) + i as u32 % 2 * 4
+}
+
+/// Asks for a lane's words of the next turns.
+#[inline(always)]
+unsafe fn ask_for(own: &Words) -> [Word; 2 * ASKED] {
+    // SAFETY: the caller's word.
+    unsafe { own.ask_for(place) }
 }
 
 /// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.

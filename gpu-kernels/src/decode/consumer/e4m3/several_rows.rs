@@ -9,12 +9,13 @@ use cuda_std::{Global, bf16, bulk, shared, thread, warp};
 use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
 use crate::decode::consumer::some::slot;
 use crate::decode::consumer::{Addend, Consumer, Part, sync};
+use crate::decode::problem::Problem;
 use crate::decode::{SCRATCH, SCRATCH_BYTES, WARPS};
 use crate::e4m3::{self, CHUNK_INPUTS, Inputs};
 use crate::linear::N_TILE;
+use crate::norm::Norm;
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::SLICES;
-use crate::weights::E4m3;
 
 /// Of some rows: codes of a chunk; their scales, `[row][slice]`; the weights'; each warpgroup's inner sums,
 /// `[slice][row][feature]`.
@@ -129,9 +130,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         unsafe {
             let group = Warpgroup::<N>::new(self.p, part.index, self.count);
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-            let (n_tiles, k) = self.p.shape(part.matrix);
+            let Problem { x, k, is_normed, .. } = part.problem;
             cuda_std::assume(self.count > 0);
-            let (x, norm) = self.input(part.matrix);
+            let norm = if is_normed { self.p.work.norm() } else { Norm::default() };
             self.encode_rows(x, k);
             self.arrive();
             self.wait_for_all();
@@ -193,10 +194,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     });
                     self.put_sums::<1>(&part, words, 1.0, old);
                 }
-                if part.end == n_tiles {
+                if part.is_last() {
                     break;
                 }
-                part = self.part::<E4m3>(part.index, part.end);
+                part = self.part(part.index, part.end);
                 old = self.first_addends(&part);
             }
             self.ring = ring;

@@ -1,0 +1,93 @@
+//! A step's GEMMs, as all layers have them: found once, since what a block finds out between two of them the others
+//! wait for.
+
+use cuda_std::{Global, GlobalMut, bf16, shared};
+
+use super::{DecodeStep, Matrix, N_TILES, PROBLEMS};
+use crate::exchange::{WordKind, Words};
+use crate::stream::CHUNK_FEATURES;
+use crate::weights::WeightFormat;
+
+/// The size of a matrix's GEMM, where its input is, and how its N-tiles fall to blocks.
+#[derive(Clone, Copy)]
+pub struct Problem {
+    /// The input of one row: words that hold two elements each.
+    words: GlobalMut<u64>,
+    /// The input of several rows.
+    pub x: Global<bf16>,
+    /// Input features.
+    pub k: u32,
+    /// N-tiles.
+    pub n_tiles: u32,
+    /// Chunks of an N-tile.
+    pub depth: u32,
+    /// Whether the input has yet to be divided by its norm.
+    pub is_normed: bool,
+    /// N-tiles of each block in the last wave,
+    pub each: u32,
+    /// and how many blocks have one more.
+    pub more: u32,
+}
+
+impl Problem {
+    /// Bytes of one in shared memory.
+    pub const BYTES: u32 = 48;
+
+    /// A matrix's, of a step by so many blocks.
+    #[inline(always)]
+    fn new<F: WeightFormat>(p: &DecodeStep, matrix: Matrix, grid: u32) -> Self {
+        // SAFETY: a grid has blocks.
+        unsafe { cuda_std::assume(grid > 0) };
+        // Not by a kind that is found first: places would be looked up in memory.
+        let words = |kind| p.exchange.words(kind, 0).first();
+        let (words, x) = match matrix {
+            Matrix::Output => (words(WordKind::Attended), p.work.attended.read()),
+            Matrix::Down => (words(WordKind::Activation), p.work.activation.read()),
+            Matrix::Qkv if p.eagle.is_wanted() => (words(WordKind::Pairs), p.eagle.pairs),
+            Matrix::Qkv | Matrix::GateUp | Matrix::Head => (words(WordKind::Scaled), p.work.residual.scaled.read()),
+        };
+        let (n_tiles, k) = p.shape(matrix);
+        let inputs = if F::OTHER_HEAD && matrix == Matrix::Head { F::Head::INPUTS } else { F::INPUTS };
+        let depth = k.div_ceil(inputs).div_ceil(CHUNK_FEATURES);
+        let wave = N_TILES * grid;
+        let last = if n_tiles > 0 { n_tiles - (n_tiles - 1) / wave * wave } else { 0 };
+        let is_normed = p.is_normed(matrix);
+        Self { words, x, k, n_tiles, depth, is_normed, each: last / grid, more: last % grid }
+    }
+
+    /// Leaves those of all matrices where [`load`](Self::load) finds them, a thread each.
+    #[inline(always)]
+    pub unsafe fn store_all<F: WeightFormat>(p: &DecodeStep, thread: u32, grid: u32) {
+        if thread < Matrix::COUNT {
+            let matrix = Matrix::numbered(thread);
+            let Self { words, x, k, n_tiles, depth, is_normed, each, more } = Self::new::<F>(p, matrix, grid);
+            // SAFETY: the block's place for them.
+            unsafe {
+                let place = shared::dynamic::<u64>(PROBLEMS + thread * Self::BYTES);
+                place.store(0, words.addr());
+                place.store(1, x.addr());
+                place.cast::<u32>().store16(4, [k, n_tiles, depth, is_normed.into()]);
+                place.cast::<[u32; 2]>().store(4, [each, more]);
+            }
+        }
+    }
+
+    /// A matrix's.
+    #[inline(always)]
+    pub unsafe fn load(matrix: Matrix) -> Self {
+        // SAFETY: written before the roles part.
+        unsafe {
+            let place = shared::dynamic::<u64>(PROBLEMS + matrix as u32 * Self::BYTES);
+            let (words, x) = (GlobalMut::from_raw(place.load(0)), Global::from_raw(place.load(1)));
+            let [k, n_tiles, depth, is_normed] = place.cast::<u32>().load16(4);
+            let [each, more] = place.cast::<[u32; 2]>().load(4);
+            Self { words, x, k, n_tiles, depth, is_normed: is_normed != 0, each, more }
+        }
+    }
+
+    /// The input of one row, with this sequence flag.
+    #[inline(always)]
+    pub const fn input(&self, flag: u32) -> Words {
+        Words::at(self.words, self.k / 2, flag)
+    }
+}
