@@ -36,8 +36,9 @@ impl Problem {
     /// A matrix's, of a step by so many blocks.
     #[inline(always)]
     fn new<F: WeightFormat>(p: &DecodeStep, matrix: Matrix, grid: u32) -> Self {
-        // SAFETY: a grid has blocks.
-        unsafe { cuda_std::assume(grid > 0) };
+        let wave = N_TILES * grid;
+        // SAFETY: a grid has blocks, and no card has room for 2²⁹.
+        unsafe { cuda_std::assume(grid > 0 && wave > 0) };
         // Not by a kind that is found first: places would be looked up in memory.
         let words = |kind| p.exchange.words(kind, 0).first();
         let (words, x) = match matrix {
@@ -49,7 +50,6 @@ impl Problem {
         let (n_tiles, k) = p.shape(matrix);
         let inputs = if F::OTHER_HEAD && matrix == Matrix::Head { F::Head::INPUTS } else { F::INPUTS };
         let depth = k.div_ceil(inputs).div_ceil(CHUNK_FEATURES);
-        let wave = N_TILES * grid;
         let last = if n_tiles > 0 { n_tiles - (n_tiles - 1) / wave * wave } else { 0 };
         let is_normed = p.is_normed(matrix);
         Self { words, x, k, n_tiles, depth, is_normed, each: last / grid, more: last % grid }
