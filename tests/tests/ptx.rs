@@ -54,7 +54,7 @@ const SPILLING: [(&str, u32); 26] = [
 ];
 
 /// Bytes of loads that the decode kernels may spill where consumers cannot take other warps' registers.
-const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 960);
+const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 968);
 
 /// The one kernel, for measurements alone, whose products ptxas has wait for each other for want of registers.
 const WAITING: &str = "gemm_plain_n192";
