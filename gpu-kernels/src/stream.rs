@@ -45,8 +45,8 @@ pub const N_TILES: u32 = 8;
 /// Slices of a chunk.
 pub(crate) const SLICES: u32 = 8;
 
-/// How a matrix's N-tiles fall to blocks and memory: the same for the producer, the consumers and the host, which puts
-/// matrices one after another.
+/// How a matrix's N-tiles fall to blocks and memory: the same for the producer and the host, which puts matrices one
+/// after another. Consumers of the decode kernel know their shares from the start.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
     /// Blocks.

@@ -265,7 +265,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
             self.place = if place >= more { place - more } else { place + self.grid - more };
             (each + u32::from(place < more), n_tiles)
         };
-        Part { matrix, index, problem, first_n_tile, end, depth: problem.depth, place, mine }
+        Part { matrix, index, problem, first_n_tile, end, place, mine }
     }
 }
 
@@ -313,8 +313,6 @@ pub struct Part {
     /// The wave's first N-tile, and one beyond its last.
     first_n_tile: u32,
     end: u32,
-    /// Chunks of an N-tile.
-    depth: u32,
     /// The block's place in the rotation.
     place: u32,
     /// Its N-tiles.

@@ -91,3 +91,35 @@ impl Problem {
         Words::at(self.words, self.k / 2, flag)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::linear::N_TILE;
+    use crate::stream::Walk;
+    use crate::weights::Plain;
+
+    #[test]
+    fn blocks_have_the_n_tiles_that_the_producer_brings_them() {
+        for grid in [1, 2, 3, 132] {
+            let mut walk = Walk::new(grid);
+            for n_tiles in 1..20 * grid {
+                let mut p = DecodeStep::default();
+                (p.work.vocab, p.work.residual.dim) = (n_tiles * N_TILE, CHUNK_FEATURES);
+                let Problem { each, more, depth, .. } = Problem::new::<Plain>(&p, Matrix::Head, grid);
+                let mut left = n_tiles;
+                let wave = loop {
+                    let wave = walk.wave(left, CHUNK_FEATURES);
+                    left -= wave.n_tiles;
+                    if left == 0 {
+                        break wave;
+                    }
+                };
+                assert_eq!((depth, (wave.rotation + more) % grid), (wave.depth, walk.rotation), "{n_tiles}, {grid}");
+                for place in 0..grid {
+                    assert_eq!(each + u32::from(place < more), wave.mine(place, grid), "{n_tiles}, {grid}, {place}");
+                }
+            }
+        }
+    }
+}

@@ -143,13 +143,13 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     /// Stages from one turn's first to the next one's.
     #[inline(always)]
     const fn stages(turn: u32, part: &Part) -> u32 {
-        if Self::ends_stage(turn, part.depth) { part.mine } else { 0 }
+        if Self::ends_stage(turn, part.problem.depth) { part.mine } else { 0 }
     }
 
     /// Its `s`-th N-tile of a turn whose first stage is the ring's next.
     #[inline(always)]
     fn tile(&self, part: &Part, (ring, turn): (Ring, u32), s: u32) -> Tile {
-        let ends = Self::ends_stage(turn, part.depth);
+        let ends = Self::ends_stage(turn, part.problem.depth);
         Tile { stage: ring.ahead(self.n_tile(s)), chunk: turn % F::CHUNKS, ends }
     }
 
@@ -302,7 +302,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            let depth = part.depth;
+            let depth = part.problem.depth;
             let mut turn = turns.start;
             while turn < turns.end {
                 let columns = columns(turn);
@@ -343,7 +343,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            let depth = part.depth;
+            let depth = part.problem.depth;
             let mut turn = turns.start;
             while turn < turns.end {
                 let first = columns(turn);
@@ -395,7 +395,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         // SAFETY: the caller's word.
         unsafe {
             let own = self.n_tiles(thread::opaque(part.mine));
-            let last = then.1 == part.depth;
+            let last = then.1 == part.problem.depth;
             let mut s = 0;
             while s < if last { own.saturating_sub(1) } else { own } {
                 thread::keep_rolled();
@@ -432,7 +432,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             }
             let mine = part.mine;
             let (chunk_of, ends) =
-                if SHORT { (turn % F::CHUNKS, Self::ends_stage(turn, part.depth)) } else { (0, true) };
+                if SHORT { (turn % F::CHUNKS, Self::ends_stage(turn, part.problem.depth)) } else { (0, true) };
             // Found again for each turn: conditions kept over all turns crowd out others.
             let own = self.n_tiles(thread::opaque(mine));
             // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.

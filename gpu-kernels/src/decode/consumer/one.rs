@@ -200,9 +200,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     let mut acc = [[0f32; 4]; N_TILES as usize];
                     let own = duty.n_tiles(part.mine);
                     // Both halves go the same way: they meet alike.
-                    if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.depth <= HELD as u32 {
+                    if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.problem.depth <= HELD as u32 {
                         // All weights come to registers while the words are waited for.
-                        let chunks = own * part.depth;
+                        let chunks = own * part.problem.depth;
                         let chunk = |i: u32| {
                             let (turn, s) = if own == 2 { (i / 2, i % 2) } else { (i, 0) };
                             ring.ahead(turn * part.mine + duty.n_tile(s))
@@ -216,7 +216,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         // Two lanes a chunk.
                         let arrives = lane / 2 < chunks;
                         release(chunk(if arrives { lane / 2 } else { 0 }), arrives);
-                        ring = ring.ahead(part.mine * part.depth);
+                        ring = ring.ahead(part.mine * part.problem.depth);
                         // There are no more turns than that.
                         let mut words = [words[0], words[1], words[2], words[3]];
                         own_words.settle(&mut words, place);
@@ -230,7 +230,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     } else {
                         let mut ready = duty.begin(p, &ring, &part);
                         let mut turn = 0;
-                        while turn < part.depth {
+                        while turn < part.problem.depth {
                             own_words.settle(&mut words, place);
                             if turn == 0 {
                                 if part.first_n_tile == 0 {
@@ -243,11 +243,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             }
                             duty.stage(&words);
                             let next = turn + ASKED as u32;
-                            if next < part.depth {
+                            if next < part.problem.depth {
                                 own_words = own_words.from(place(ASKED));
                                 words = own_words.ask_for(place);
                             }
-                            let end = part.depth.min(next);
+                            let end = part.problem.depth.min(next);
                             let from = duty.staged();
                             let columns = |i: u32| [columns(from.at(((i - turn) * (SLICE / 2)) as usize))];
                             if F::COSTLY {

@@ -77,13 +77,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         }
                         core::mem::replace(&mut b, next)
                     };
-                    turn = part.depth;
+                    turn = part.problem.depth;
                     duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut ready);
                     if normed && turn == 1 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }
                 }
-                while turn < part.depth {
+                while turn < part.problem.depth {
                     let next = fetch(turn + 1);
                     duty.turn(self.p, &mut acc, (&mut ring, &part, turn), &b);
                     if normed && turn == 0 {

@@ -14,7 +14,7 @@ use crate::decode::consumer::one::{sync_with_factor, want_factor};
 use crate::decode::consumer::{Consumer, Part, sync};
 use crate::decode::{Mark, SCRATCH};
 use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
-use crate::exchange::{Word, Words};
+use crate::exchange::Word;
 use crate::linear::N_TILE;
 use crate::stream::{N_TILES, SLICES};
 
@@ -54,7 +54,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     self.begin_part();
                     // New to the compiler, which would keep these addresses from wave to wave.
                     let mut own = input.from(thread::opaque(first_word));
-                    let mut words = ask_for(&own);
+                    let mut words: [Word; 2 * ASKED] = own.ask_for(place);
                     if normed {
                         want_factor();
                     }
@@ -63,7 +63,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     let mut next_scales = w_scales(0);
                     let mut totals = [[0f32; 2]; OWN];
                     let (mut turn, mut buffer) = (0, 0);
-                    while turn < part.depth {
+                    while turn < part.problem.depth {
                         own.settle(&mut words, place);
                         if turn == 0 && part.first_n_tile == 0 {
                             self.mark(Mark::GridBarrier);
@@ -82,10 +82,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         buffer ^= 1;
                         bulk::fence_proxy_async();
                         sync();
-                        let end = part.depth.min(turn + ASKED as u32);
-                        if end < part.depth {
+                        let end = part.problem.depth.min(turn + ASKED as u32);
+                        if end < part.problem.depth {
                             own = own.from(ASKED as u32 * (CHUNK_INPUTS / 2));
-                            words = ask_for(&own);
+                            words = own.ask_for(place);
                             next_scales = w_scales(end);
                         }
                         group.turns((&mut ring, part.mine, end - turn), staged, &mut totals);
@@ -123,13 +123,6 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 #[inline(always)]
 const fn place(i: usize) -> u32 {
     i as u32 / 2 * (CHUNK_INPUTS / 2) + i as u32 % 2 * 4
-}
-
-/// Asks for a lane's words of the next turns.
-#[inline(always)]
-unsafe fn ask_for(own: &Words) -> [Word; 2 * ASKED] {
-    // SAFETY: the caller's word.
-    unsafe { own.ask_for(place) }
 }
 
 /// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.

@@ -153,7 +153,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     }
                     let mut totals = [[0f32; 2]; OWN];
                     let mut turn = 0;
-                    while turn < part.depth {
+                    while turn < part.problem.depth {
                         if turn > 0 {
                             // All have multiplied what lies there.
                             sync();
