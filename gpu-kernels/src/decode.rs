@@ -35,7 +35,7 @@ mod e4m3;
 mod exchange;
 mod heads;
 mod kernels;
-mod problem;
+pub mod problem;
 mod producer;
 mod sequences;
 #[cfg(not(cuda_arch = "sm_90a"))]
@@ -215,11 +215,16 @@ pub const fn page_array(address: u64, layers: usize, elements: usize) -> tensor:
 /// The matrices of a layer, in the order of the stream, and the head.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-enum Matrix {
+pub enum Matrix {
+    /// Queries, keys and values.
     Qkv,
+    /// The attention's output, into the residual.
     Output,
+    /// Gate and up.
     GateUp,
+    /// Down, into the residual.
     Down,
+    /// The head.
     Head,
 }
 

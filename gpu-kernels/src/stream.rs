@@ -107,7 +107,7 @@ impl Wave {
 
     /// N-tiles of the block at `place`.
     #[inline(always)]
-    pub(crate) fn mine(&self, place: u32, grid: u32) -> u32 {
+    pub fn mine(&self, place: u32, grid: u32) -> u32 {
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(grid > 0) };
         if place < self.n_tiles { (self.n_tiles - place).div_ceil(grid) } else { 0 }

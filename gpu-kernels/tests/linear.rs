@@ -5,9 +5,11 @@ mod common;
 use common::{Random, RowBuffers, laid_out, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::linear::{self, Linear};
+use gpu_kernels::decode::problem::Problem;
+use gpu_kernels::decode::{DecodeStep, Matrix};
+use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, Residual};
-use gpu_kernels::stream::Walk;
+use gpu_kernels::stream::{CHUNK_FEATURES, Walk};
 use proptest::prelude::*;
 
 /// Blocks that weights are laid out for.
@@ -158,4 +160,28 @@ fn rows_before_the_first_are_left_alone() {
     assert_eq!(y[..64], [7.0; 64]);
     let want = reference(&case.x, &case.w, 5, 16, 128);
     assert!(relative_error(y[64..].to_vec(), &want[64..]) < 1e-5);
+}
+
+#[test]
+fn blocks_of_the_decode_kernel_have_the_n_tiles_that_the_layout_brings_them() {
+    for grid in [1, 2, 3, 132] {
+        let mut walk = Walk::new(grid);
+        for n_tiles in 1..20 * grid {
+            let mut p = DecodeStep::default();
+            (p.work.vocab, p.work.residual.dim) = (n_tiles * N_TILE, CHUNK_FEATURES);
+            let (each, more) = Problem::shares(&p, Matrix::Head, grid);
+            let mut left = n_tiles;
+            let wave = loop {
+                let wave = walk.wave(left, CHUNK_FEATURES);
+                left -= wave.n_tiles;
+                if left == 0 {
+                    break wave;
+                }
+            };
+            assert_eq!((wave.rotation + more) % grid, walk.rotation, "{n_tiles}, {grid}");
+            for place in 0..grid {
+                assert_eq!(each + u32::from(place < more), wave.mine(place, grid), "{n_tiles}, {grid}, {place}");
+            }
+        }
+    }
 }

@@ -6,7 +6,7 @@ use cuda_std::{Global, GlobalMut, bf16, shared};
 use super::{DecodeStep, Matrix, N_TILES, PROBLEMS};
 use crate::exchange::{WordKind, Words};
 use crate::stream::CHUNK_FEATURES;
-use crate::weights::WeightFormat;
+use crate::weights::{Plain, WeightFormat};
 
 /// The size of a matrix's GEMM, where its input is, and how its N-tiles fall to blocks.
 #[derive(Clone, Copy)]
@@ -55,6 +55,13 @@ impl Problem {
         Self { words, x, k, n_tiles, depth, is_normed, each: last / grid, more: last % grid }
     }
 
+    /// [`Wave::mine`](crate::stream::Wave::mine) of all blocks at once: N-tiles of each in a matrix's last wave, and how
+    /// many, the first in the wave's rotation, have one more.
+    pub fn shares(p: &DecodeStep, matrix: Matrix, grid: u32) -> (u32, u32) {
+        let Self { each, more, .. } = Self::new::<Plain>(p, matrix, grid);
+        (each, more)
+    }
+
     /// Leaves those of all matrices where [`load`](Self::load) finds them, a thread each.
     #[inline(always)]
     pub unsafe fn store_all<F: WeightFormat>(p: &DecodeStep, thread: u32, grid: u32) {
@@ -89,37 +96,5 @@ impl Problem {
     #[inline(always)]
     pub const fn input(&self, flag: u32) -> Words {
         Words::at(self.words, self.k / 2, flag)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::linear::N_TILE;
-    use crate::stream::Walk;
-    use crate::weights::Plain;
-
-    #[test]
-    fn blocks_have_the_n_tiles_that_the_producer_brings_them() {
-        for grid in [1, 2, 3, 132] {
-            let mut walk = Walk::new(grid);
-            for n_tiles in 1..20 * grid {
-                let mut p = DecodeStep::default();
-                (p.work.vocab, p.work.residual.dim) = (n_tiles * N_TILE, CHUNK_FEATURES);
-                let Problem { each, more, depth, .. } = Problem::new::<Plain>(&p, Matrix::Head, grid);
-                let mut left = n_tiles;
-                let wave = loop {
-                    let wave = walk.wave(left, CHUNK_FEATURES);
-                    left -= wave.n_tiles;
-                    if left == 0 {
-                        break wave;
-                    }
-                };
-                assert_eq!((depth, (wave.rotation + more) % grid), (wave.depth, walk.rotation), "{n_tiles}, {grid}");
-                for place in 0..grid {
-                    assert_eq!(each + u32::from(place < more), wave.mine(place, grid), "{n_tiles}, {grid}, {place}");
-                }
-            }
-        }
     }
 }
