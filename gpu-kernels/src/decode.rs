@@ -35,7 +35,7 @@ mod e4m3;
 mod exchange;
 mod heads;
 mod kernels;
-pub mod problem;
+mod problem;
 mod producer;
 mod sequences;
 #[cfg(not(cuda_arch = "sm_90a"))]

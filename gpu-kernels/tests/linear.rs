@@ -5,7 +5,6 @@ mod common;
 use common::{Random, RowBuffers, laid_out, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::{Kernel, bf16};
-use gpu_kernels::decode::problem::Problem;
 use gpu_kernels::decode::{DecodeStep, Matrix};
 use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, Residual};
@@ -169,7 +168,7 @@ fn blocks_of_the_decode_kernel_have_the_n_tiles_that_the_layout_brings_them() {
         for n_tiles in 1..20 * grid {
             let mut p = DecodeStep::default();
             (p.work.vocab, p.work.residual.dim) = (n_tiles * N_TILE, CHUNK_FEATURES);
-            let (each, more) = Problem::shares(&p, Matrix::Head, grid);
+            let (each, more) = p.shares(Matrix::Head, grid);
             let mut left = n_tiles;
             let wave = loop {
                 let wave = walk.wave(left, CHUNK_FEATURES);

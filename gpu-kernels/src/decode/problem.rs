@@ -55,13 +55,6 @@ impl Problem {
         Self { words, x, k, n_tiles, depth, is_normed, each: last / grid, more: last % grid }
     }
 
-    /// [`Wave::mine`](crate::stream::Wave::mine) of all blocks at once: N-tiles of each in a matrix's last wave, and how
-    /// many, the first in the wave's rotation, have one more.
-    pub fn shares(p: &DecodeStep, matrix: Matrix, grid: u32) -> (u32, u32) {
-        let Self { each, more, .. } = Self::new::<Plain>(p, matrix, grid);
-        (each, more)
-    }
-
     /// Leaves those of all matrices where [`load`](Self::load) finds them, a thread each.
     #[inline(always)]
     pub unsafe fn store_all<F: WeightFormat>(p: &DecodeStep, thread: u32, grid: u32) {
@@ -96,5 +89,14 @@ impl Problem {
     #[inline(always)]
     pub const fn input(&self, flag: u32) -> Words {
         Words::at(self.words, self.k / 2, flag)
+    }
+}
+
+impl DecodeStep {
+    /// How many N-tiles of a matrix's last wave each block has, and how many blocks, the first in its rotation, have one
+    /// more: [`Wave::mine`](crate::stream::Wave::mine) of all blocks at once.
+    pub fn shares(&self, matrix: Matrix, grid: u32) -> (u32, u32) {
+        let Problem { each, more, .. } = Problem::new::<Plain>(self, matrix, grid);
+        (each, more)
     }
 }
