@@ -45,6 +45,28 @@ impl Matrix {
     pub const fn dense(address: u64, rows: u64, columns: u64, tile_rows: u32) -> Self {
         Self { address, rows, columns, tile_rows, swizzled: true }
     }
+
+    /// Whether TMA can address it: the conditions of the driver's `cuTensorMapEncodeTiled`.
+    ///
+    /// # Errors
+    /// What must be so and is not, in words.
+    pub fn check(&self) -> Result<(), &'static str> {
+        let Self { address, rows, columns, tile_rows, .. } = *self;
+        check_tensor(address, &[columns, rows], &[columns.saturating_mul(2)], &[ROW, tile_rows])
+    }
+}
+
+/// What [`Matrix::check`] and [`Array::check`] ask, of sizes, strides and boxes from the innermost dimension on.
+#[cfg(not(target_arch = "nvptx64"))]
+fn check_tensor(address: u64, sizes: &[u64], strides: &[u64], extent: &[u32]) -> Result<(), &'static str> {
+    let conditions = [
+        (address.is_multiple_of(16), "the address is a multiple of 16"),
+        (sizes.iter().all(|size| (1..=1 << 32).contains(size)), "each size is between 1 and 2^32"),
+        (strides.iter().all(|stride| stride.is_multiple_of(16)), "each stride is a multiple of 16 bytes"),
+        (strides.iter().all(|stride| *stride < 1 << 40), "each stride is below 2^40 bytes"),
+        (extent.iter().all(|n| (1..=256).contains(n)), "each extent of a box is between 1 and 256"),
+    ];
+    conditions.into_iter().find(|(holds, _)| !holds).map_or(Ok(()), |(_, condition)| Err(condition))
 }
 
 /// An array of 8-byte words in four dimensions, and the boxes that are copied of it: what a [`TensorMap`] for
@@ -63,6 +85,18 @@ pub struct Array {
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
+impl Array {
+    /// Whether TMA can address it: see [`Matrix::check`].
+    ///
+    /// # Errors
+    /// What must be so and is not, in words.
+    pub fn check(&self) -> Result<(), &'static str> {
+        check_tensor(self.address, &self.sizes, &self.strides, &self.extent)?;
+        if self.extent[0].is_multiple_of(2) { Ok(()) } else { Err("a row of a box is a multiple of 16 bytes") }
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
     /// Marks a map as one of the emulator's.
     const EMULATED: u64 = 0x656d_756c_6174_6564;
@@ -70,8 +104,15 @@ impl TensorMap {
     const EMULATED_ARRAY: u64 = Self::EMULATED + 1;
 
     /// The map of an array that the emulator reads.
+    ///
+    /// # Panics
+    /// If TMA could not address the array ([`Array::check`]).
     #[must_use]
+    #[track_caller]
     pub fn emulated_array(array: &Array) -> Self {
+        if let Err(condition) = array.check() {
+            panic!("TMA needs that {condition}: {array:?}");
+        }
         let mut words = [0; 16];
         (words[0], words[1]) = (Self::EMULATED_ARRAY, array.address);
         words[2..6].copy_from_slice(&array.sizes);
@@ -90,8 +131,15 @@ impl TensorMap {
     }
 
     /// The map that the emulator reads.
+    ///
+    /// # Panics
+    /// If TMA could not address the matrix ([`Matrix::check`]).
     #[must_use]
+    #[track_caller]
     pub fn emulated(matrix: &Matrix) -> Self {
+        if let Err(condition) = matrix.check() {
+            panic!("TMA needs that {condition}: {matrix:?}");
+        }
         let Matrix { address, rows, columns, tile_rows, swizzled } = *matrix;
         let (tile_rows, swizzled) = (u64::from(tile_rows), u64::from(swizzled));
         let mut words = [0; 16];

@@ -6,7 +6,7 @@ use common::Io;
 use common::kernels::{CORES_SHARED, WARPGROUP_SHARED, cores, warpgroup};
 use cuda_std::bf16;
 use cuda_std::emulator::{Buffer, Launch, launch};
-use cuda_std::tensor::{Matrix, TensorMap};
+use cuda_std::tensor::{Array, Matrix, TensorMap};
 
 fn run(maps: &[TensorMap], seed: u64) -> Result<(), String> {
     let maps = Buffer::from_slice(maps);
@@ -80,4 +80,33 @@ fn a_product_of_core_matrices() {
 fn a_map_that_is_none_is_named() {
     let error = run(&[TensorMap([7; 16]); 3], 1).unwrap_err();
     assert!(error.contains("not that of a tensor map"), "{error}");
+}
+
+#[test]
+fn what_tma_cannot_address_has_no_map() {
+    let matrix = Matrix::dense(1 << 20, 50, 64, 64);
+    let array = Array { address: 1 << 20, sizes: [32, 4, 4, 4], strides: [256, 1024, 4096], extent: [16, 4, 1, 1] };
+    assert_eq!((matrix.check(), array.check()), (Ok(()), Ok(())));
+    let address = matrix.address + 8;
+    for (matrix, what) in [
+        (Matrix { address, ..matrix }, "address"),
+        (Matrix { rows: 0, ..matrix }, "size"),
+        (Matrix { columns: 60, ..matrix }, "stride is a multiple"),
+        (Matrix { columns: 1 << 33, ..matrix }, "size"),
+        (Matrix { tile_rows: 257, ..matrix }, "extent"),
+    ] {
+        let found = matrix.check().unwrap_err();
+        assert!(found.contains(what), "{found}");
+    }
+    for (array, what) in [
+        (Array { address, ..array }, "address"),
+        (Array { sizes: [32, 4, 0, 4], ..array }, "size"),
+        (Array { strides: [256, 1024, 8], ..array }, "stride is a multiple"),
+        (Array { strides: [256, 1024, 1 << 40], ..array }, "below 2^40"),
+        (Array { extent: [16, 4, 1, 0], ..array }, "extent"),
+        (Array { extent: [15, 4, 1, 1], ..array }, "row of a box"),
+    ] {
+        let found = array.check().unwrap_err();
+        assert!(found.contains(what), "{found}");
+    }
 }

@@ -61,9 +61,9 @@ impl Device {
     /// Encodes maps of `matrices` and copies them to the device. A map says where a matrix is; it keeps nothing alive.
     ///
     /// # Errors
-    /// A matrix that TMA cannot address (the driver's refusal), too little memory, or a driver error.
+    /// A matrix that TMA cannot address, too little memory, or a driver error.
     pub fn tensor_maps(&self, matrices: &[Matrix]) -> Result<TensorMaps, Error> {
-        self.maps(matrices, |matrix| encode(matrix.into()), TensorMap::emulated)
+        self.maps(matrices, Matrix::check, |matrix| encode(matrix.into()), TensorMap::emulated)
     }
 
     /// Encodes maps of `arrays`, likewise.
@@ -71,17 +71,22 @@ impl Device {
     /// # Errors
     /// As [`tensor_maps`](Self::tensor_maps).
     pub fn array_maps(&self, arrays: &[Array]) -> Result<TensorMaps, Error> {
-        self.maps(arrays, |array| encode(array.into()), TensorMap::emulated_array)
+        self.maps(arrays, Array::check, |array| encode(array.into()), TensorMap::emulated_array)
     }
 
     fn maps<D>(
         &self,
         described: &[D],
+        check: fn(&D) -> Result<(), &'static str>,
         encode: fn(&D) -> Result<TensorMap, Error>,
         emulated: fn(&D) -> TensorMap,
     ) -> Result<TensorMaps, Error> {
         let mut words = Vec::with_capacity(described.len() * WORDS);
         for one in described {
+            check(one).map_err(|condition| Error::Driver {
+                doing: "describing a tensor".into(),
+                reason: format!("TMA needs that {condition}"),
+            })?;
             let map = match &*self.0 {
                 DeviceKind::Cuda(cuda) => {
                     cuda.enter()?;
