@@ -9,8 +9,8 @@ PTXAS ?= $(CURDIR)/$(PTXAS_VENV)/ptxas
 # The crate of the guide's first kernel, which is outside of the workspace.
 FIRST_KERNEL := docs/guide/first-kernel/Cargo.toml
 
-# Without what the demo does not use: downloads and benchmarks; and with less effort on what it does not wait for. Numbers are the business
-# of `model` and what that stands on.
+# Without what the demo does not use: downloads and benchmarks; and with less effort on what it does not wait for. Numbers
+# are the business of `model` and what that stands on.
 DEMO_BUILD := --no-default-features --features bundled-demo \
 	$(foreach krate,gpu-kernels host warpdraft zstd-sys,\
 	--config 'profile.release.package.$(krate).opt-level=1')
@@ -25,6 +25,7 @@ demo: ptx-toolchain
 test: ptx-toolchain $(PTXAS)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --release --package warpdraft --no-default-features --features bundled-demo -- -D warnings
 	$(CARGO) build --release --workspace --all-targets
 	$(CARGO) test --release --workspace --test docs --test manifests --test ptx
 	target/release/examples/gemm check-emulated

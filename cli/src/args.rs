@@ -276,9 +276,9 @@ pub struct KernelArgs {
     #[arg(long, value_name = "LEVEL", hide_short_help = true)]
     pub level: Option<Level>,
     /// With kernels of sm_80 or sm_90, use no more shared memory of a CTA than so many bytes, such as 99KiB: likewise
-    #[arg(long, value_name = "SIZE", value_parser = bench::shared_memory, hide_short_help = true)]
+    #[arg(long, value_name = "SIZE", value_parser = shared_memory, hide_short_help = true)]
     pub shared_memory: Option<u32>,
-    /// On Hopper and the emulator, run a decode step as a launch for each operator, for comparison
+    /// From Hopper on and on the emulator, run a decode step as a launch for each operator, for comparison
     #[arg(long, hide_short_help = true)]
     pub unfused: bool,
 }
@@ -439,6 +439,23 @@ fn context(text: &str) -> Result<usize, String> {
     }
 }
 
+/// A number of bytes, such as `4GiB` or `4096`.
+fn bytes(text: &str) -> Result<u64, String> {
+    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)];
+    let (number, unit) =
+        units.iter().find_map(|(suffix, unit)| Some((text.strip_suffix(suffix)?, *unit))).unwrap_or((text, 1));
+    match number.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
+        None => Err("it must be a whole number, or one with KiB, MiB or GiB".into()),
+        Some(0) => Err("it must be 1 or more".into()),
+        Some(bytes) => Ok(bytes),
+    }
+}
+
+/// Bytes that a CTA may have.
+fn shared_memory(text: &str) -> Result<u32, String> {
+    bytes(text)?.try_into().map_err(|_| "it must be less than 4GiB".into())
+}
+
 fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("it must be 1 or more".into()),
@@ -485,7 +502,17 @@ fn in_range(text: &str, setting: impl Fn(f32) -> Sampling) -> Result<f32, String
 mod tests {
     use clap::CommandFactory;
 
-    use super::Args;
+    use super::{Args, bytes};
+
+    #[test]
+    fn bytes_may_have_units() {
+        assert_eq!(bytes("4GiB"), Ok(4 << 30));
+        assert_eq!(bytes("164 MiB"), Ok(164 << 20));
+        assert_eq!(bytes("656"), Ok(656));
+        for bad in ["", "GiB", "-1", "1.5GiB", "4GB", "0", "99999999999GiB"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn the_definitions_are_consistent() {

@@ -9,7 +9,7 @@ use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
 use host::device::{DeviceOptions, Level};
 
-use super::{at_least_one, trusted};
+use super::{at_least_one, bytes, shared_memory, trusted};
 
 pub const EXAMPLES: &str = "\
 Examples:
@@ -66,7 +66,7 @@ pub struct BenchRunArgs {
     /// With kernels of sm_80 or sm_90, use no more shared memory of a CTA than so many bytes, such as 99KiB
     #[arg(long, value_name = "SIZE", value_parser = shared_memory, hide_short_help = true, global = true)]
     pub shared_memory: Option<u32>,
-    /// On Hopper and the emulator, run a decode step as a launch for each operator
+    /// From Hopper on and on the emulator, run a decode step as a launch for each operator
     #[arg(long, hide_short_help = true, global = true)]
     pub unfused: bool,
     /// How decode steps read the weights
@@ -229,23 +229,6 @@ fn weights() -> impl TypedValueParser<Value = Weights> {
     PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 
-/// A number of bytes, such as `4GiB` or `4096`.
-fn bytes(text: &str) -> Result<u64, String> {
-    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)];
-    let (number, unit) =
-        units.iter().find_map(|(suffix, unit)| Some((text.strip_suffix(suffix)?, *unit))).unwrap_or((text, 1));
-    match number.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
-        None => Err("it must be a whole number, or one with KiB, MiB or GiB".into()),
-        Some(0) => Err("it must be 1 or more".into()),
-        Some(bytes) => Ok(bytes),
-    }
-}
-
-/// Bytes that a CTA may have.
-pub fn shared_memory(text: &str) -> Result<u32, String> {
-    bytes(text)?.try_into().map_err(|_| "it must be less than 4GiB".into())
-}
-
 /// Two numbers, such as `4096x6144`.
 fn shape(text: &str) -> Result<(usize, usize), String> {
     text.split_once(['x', '×'])
@@ -264,17 +247,7 @@ fn size(text: &str) -> Result<&'static str, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{bytes, shape};
-
-    #[test]
-    fn bytes_may_have_units() {
-        assert_eq!(bytes("4GiB"), Ok(4 << 30));
-        assert_eq!(bytes("164 MiB"), Ok(164 << 20));
-        assert_eq!(bytes("656"), Ok(656));
-        for bad in ["", "GiB", "-1", "1.5GiB", "4GB", "0", "99999999999GiB"] {
-            assert!(bytes(bad).is_err(), "{bad}");
-        }
-    }
+    use super::shape;
 
     #[test]
     fn a_shape_is_two_numbers() {
