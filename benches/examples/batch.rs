@@ -168,7 +168,7 @@ fn gib(bytes: f64) -> f64 {
 /// seconds of nothing else.
 fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     let m = if device.is_emulator() { 128 } else { 8192 };
-    let (n, k) = (config.intermediate_size, config.hidden_size);
+    let (n, k) = (config.plan.activation_size(), config.plan.hidden);
     let numbers: Vec<bf16> =
         (0..1 << 20).map(|i| bf16::from_f32((random(1, i) >> 40) as f32 / 2f32.powi(23) - 1.0)).collect();
     let filled = |len: usize| -> Result<_> {
@@ -285,11 +285,11 @@ impl Bound<'_> {
         let c = self.config;
         let (start, rows, chosen) = (f64::from(work.start), f64::from(work.rows), f64::from(u8::from(work.samples)));
         // Two operations and two bytes a weight.
-        let head = (2 * c.vocab_size * c.hidden_size) as f64;
+        let head = (2 * c.vocab_size * c.plan.hidden) as f64;
         let layers = c.num_hidden_layers as f64;
         let layer = (c.step_weight_bytes(2) as f64 - head) / layers;
-        let keys_and_values = (2 * 2 * c.key_value_size() * c.hidden_size) as f64;
-        let attends = |tokens: f64| 4.0 * tokens * c.query_size() as f64;
+        let keys_and_values = (2 * 2 * c.plan.attention.key_value_size() * c.plan.hidden) as f64;
+        let attends = |tokens: f64| 4.0 * tokens * c.plan.attention.query_size() as f64;
         let all = rows * layer + attends(rows * (start + (rows + 1.0) / 2.0));
         let last = rows * keys_and_values + chosen * (layer - keys_and_values + attends(start + rows));
         [(start + rows) * kv_bytes(c), (layers - 1.0) * all + last + chosen * head]

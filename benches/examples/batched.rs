@@ -197,8 +197,8 @@ fn step(
 
 /// Prints how long the phases of a traced step took, of `kv` bytes of keys and values in all layers.
 fn print_phases(trace: &[(PhaseKind, Vec<u64>)], config: &Config, kv: f64, bandwidth: Option<f64>) {
-    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-    let heads = config.qkv_size();
+    let (hidden, inner) = (config.plan.hidden, config.plan.activation_size());
+    let heads = config.plan.attention.qkv_size();
     let mut phases: Vec<(String, f64, f64, f64, usize)> = Vec::new();
     let mut before: Option<u64> = None;
     for (i, (kind, times)) in trace.iter().enumerate() {
@@ -209,7 +209,7 @@ fn print_phases(trace: &[(PhaseKind, Vec<u64>)], config: &Config, kv: f64, bandw
             PhaseKind::Write => ("QKV", heads * hidden),
             PhaseKind::Attend => ("attend", 0),
             PhaseKind::Add if trace[i - 1].0 == PhaseKind::SwiGlu => ("down", inner * hidden),
-            PhaseKind::Add => ("output", hidden * config.query_size()),
+            PhaseKind::Add => ("output", hidden * config.plan.attention.query_size()),
             PhaseKind::SwiGlu => ("gate, up", 2 * inner * hidden),
         };
         let bytes =

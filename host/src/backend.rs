@@ -109,12 +109,12 @@ pub trait Backend: Send {
     /// If no sequence was begun: a bug of the caller.
     fn step(&mut self) -> Result<Step, Error>;
 
-    /// From now on notes the [phases](Self::take_phases) of every step, where it can; steps then take longer, as each
-    /// is waited for.
+    /// Whether from now on the [phases](Self::take_phases) of every step are noted, where they can be; steps then take
+    /// longer, as each is waited for.
     ///
     /// # Errors
     /// A device error.
-    fn note_phases(&mut self) -> Result<(), Error> {
+    fn note_phases(&mut self, _noted: bool) -> Result<(), Error> {
         Ok(())
     }
 

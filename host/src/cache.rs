@@ -25,12 +25,12 @@ impl KvCache {
     pub fn new(device: &Device, config: &Config, pages: usize) -> Result<Self, Error> {
         let layers = config.num_hidden_layers;
         let elements = device.zeroed(layers * pages * Self::page_len(config))?;
-        Ok(Self { elements, layers, pages, kv_heads: config.num_key_value_heads as u32 })
+        Ok(Self { elements, layers, pages, kv_heads: config.plan.attention.key_value_heads as u32 })
     }
 
     /// Elements of a page in one layer.
     pub fn page_len(config: &Config) -> usize {
-        kv::page_elements(config.num_key_value_heads as u32)
+        kv::page_elements(config.plan.attention.key_value_heads as u32)
     }
 
     /// Bytes of a page in all layers.

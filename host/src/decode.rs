@@ -10,7 +10,7 @@ use gpu_kernels::weights::Lossless;
 use half::bf16;
 use model::Config;
 use model::format::Code;
-use model::plan::Matrix;
+use model::plan::{Attention, Epilogue, Input, LayerPlan, Matrix, Operator};
 
 use crate::Error;
 use crate::cache::KvCache;
@@ -98,7 +98,7 @@ impl Decode {
         weights: &DeviceWeights,
         cache: &KvCache,
     ) -> Result<Option<Self>, Error> {
-        if !device.has_decode_kernel() {
+        if !device.has_decode_kernel() || !is_in_order(&config.plan) {
             return Ok(None);
         }
         let has_short_ring = !device.has_full_ring();
@@ -112,8 +112,8 @@ impl Decode {
         let norms = concatenated(device, norms.chain([&weights.norm]))?;
         let biases: Vec<_> = weights.layers.iter().filter_map(|layer| layer.qkv_bias.as_ref()).collect();
         let biases = if biases.is_empty() { None } else { Some(concatenated(device, biases)?) };
-        let sizes =
-            [config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads];
+        let Attention { query_heads, key_value_heads, .. } = config.plan.attention;
+        let sizes = [config.plan.hidden, config.plan.activation_size(), query_heads, key_value_heads];
         let [hidden, intermediate, q_heads, kv_heads] = sizes.map(|size| size as u32);
         let inputs = qkv_inputs(weights);
         let pairs = if is_head(config, weights) { inputs / 2 } else { 0 };
@@ -276,10 +276,10 @@ impl Decode {
                     StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..) => {
                         of_short!(decode_short_fp8, decode_tree_short_fp8, decode_sequences_short_fp8)
                     }
-                    StepWeights::Quantized(Coding { is_fine: false, .. }, ..) => {
+                    StepWeights::Quantized(Coding { code: Code::Int4, is_fine: false, .. }, ..) => {
                         of_short!(decode_short_int4, decode_tree_short_int4, decode_sequences_short_int4)
                     }
-                    StepWeights::Quantized(Coding { is_fine: true, .. }, ..) => {
+                    StepWeights::Quantized(Coding { code: Code::Int4, is_fine: true, .. }, ..) => {
                         of_short!(decode_short_int4_f16, decode_tree_short_int4_f16, decode_sequences_short_int4_f16)
                     }
                     StepWeights::Lossless(..) | StepWeights::E4m3(..) => unreachable!("a format without such a kernel"),
@@ -305,17 +305,31 @@ impl Decode {
                     decode_1_fp8, decode_8_fp8, decode_16_fp8, decode_tree_fp8,
                     decode_8_sequences_fp8, decode_16_sequences_fp8
                 },
-                (StepWeights::Quantized(Coding { is_fine: false, .. }, ..), _) => of_format! {
+                (StepWeights::Quantized(Coding { code: Code::Int4, is_fine: false, .. }, ..), _) => of_format! {
                     decode_1_int4, decode_8_int4, decode_16_int4, decode_tree_int4,
                     decode_8_sequences_int4, decode_16_sequences_int4
                 },
-                (StepWeights::Quantized(Coding { is_fine: true, .. }, ..), _) => of_format! {
+                (StepWeights::Quantized(Coding { code: Code::Int4, is_fine: true, .. }, ..), _) => of_format! {
                     decode_1_int4_f16, decode_8_int4_f16, decode_16_int4_f16, decode_tree_int4_f16,
                     decode_8_sequences_int4_f16, decode_16_sequences_int4_f16
                 },
             }
         }
     }
+}
+
+/// Whether a layer's operators are those of the decode kernel, whose code has their order.
+fn is_in_order(plan: &LayerPlan) -> bool {
+    let gemm = |operator: &Operator| match operator {
+        Operator::Gemm(gemm) => Some((gemm.matrix, gemm.input, gemm.epilogue)),
+        Operator::Heads(_) | Operator::Attention(_) => None,
+    };
+    let operators: Vec<_> = plan.operators().collect();
+    let [qkv, Operator::Heads(_), Operator::Attention(_), output, gate_up, down] = &operators[..] else { return false };
+    matches!(gemm(qkv), Some((Matrix::Qkv, Input::Normed, Epilogue::Write { .. })))
+        && gemm(output) == Some((Matrix::Output, Input::Attended, Epilogue::Add))
+        && gemm(gate_up) == Some((Matrix::GateUp, Input::Normed, Epilogue::SwiGlu))
+        && gemm(down) == Some((Matrix::Down, Input::Activation, Epilogue::Add))
 }
 
 /// Input features of the projections of queries, keys and values.
@@ -325,7 +339,7 @@ fn qkv_inputs(weights: &DeviceWeights) -> u32 {
 
 /// Whether the weights are an EAGLE-3 head's, whose projections read two hidden sizes.
 fn is_head(config: &Config, weights: &DeviceWeights) -> bool {
-    qkv_inputs(weights) as usize != config.hidden_size
+    qkv_inputs(weights) as usize != config.plan.hidden
 }
 
 /// What these hold, one after another, in memory of its own.

@@ -88,10 +88,11 @@ pub struct OnDevice;
 pub struct Between<'a> {
     /// The model.
     pub forward: &'a Forward,
-    /// The acceptance of what the last step chose.
-    pub accept: Accept,
+    /// The acceptance of what the last step chose. Its addresses and the plan's are of buffers that live as long, sized
+    /// as the parameter blocks say: this crate alone makes them.
+    pub(crate) accept: Accept,
     /// The plan of the next step, but for [its cost](PlanDecode::cost).
-    pub plan: PlanDecode,
+    pub(crate) plan: PlanDecode,
     /// Where proposals are made.
     pub proposals: &'a Proposals,
     /// Elements of the history.
@@ -123,7 +124,7 @@ impl Between<'_> {
     /// # Errors
     /// A refused launch.
     pub fn enqueue_accept(&self) -> Result<(), Error> {
-        // SAFETY: whoever has made it says that its addresses are good.
+        // SAFETY: as the field says.
         unsafe { self.device().launch::<step::accept>(1, 0, self.accept)? };
         self.forward.enqueue_keep_path(self.state())
     }

@@ -83,7 +83,7 @@ impl E4m3 {
     ///
     /// # Panics
     /// If there is no such matrix, or there are not so many scales: a bug of the caller.
-    pub fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[f32]) -> Result<(), Error> {
+    pub(crate) fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[f32]) -> Result<(), Error> {
         let (to, at) = (self.codes.matrices()[number], self.offsets[number]);
         assert_eq!(scales.len(), self.offsets[number + 1] - at, "scales of matrix {number}");
         assert_eq!((from.n_tiles, from.k), (to.n_tiles, 2 * to.k), "matrix {number}");
@@ -113,6 +113,11 @@ impl E4m3 {
     /// What kernels take that read all matrices.
     pub fn weights(&self) -> e4m3::Weights {
         e4m3::Weights { codes: self.codes.weights().ptr(), scales: self.scales_at }
+    }
+
+    /// Where they are.
+    pub(crate) fn device(&self) -> &Device {
+        self.codes.weights().device()
     }
 
     /// Bytes of all of it.
@@ -251,18 +256,10 @@ pub(crate) struct Activations {
     layers: usize,
 }
 
-/// Where a kind of input is among [them](Activations::kinds).
-const fn place(input: Input) -> usize {
-    match input {
-        Input::Normed => 0,
-        Input::Attended => 1,
-        Input::Activation => 2,
-    }
-}
-
 impl Activations {
+    /// Elements of a row of each kind of input, in the order of [`Input`].
     fn sizes(config: &Config) -> [usize; 3] {
-        [config.hidden_size, config.query_size(), config.intermediate_size]
+        [config.plan.hidden, config.plan.attention.query_size(), config.plan.activation_size()]
     }
 
     /// Bytes for passes over up to so many rows.
@@ -285,7 +282,7 @@ impl Activations {
     }
 
     fn of(&self, input: Input) -> CodedRows {
-        let RowCodes { codes, scales } = &self.kinds[place(input)];
+        let RowCodes { codes, scales } = &self.kinds[input as usize];
         CodedRows { codes: codes.ptr_mut(), scales: scales.ptr_mut(), x_rows: self.rows as u32 }
     }
 
@@ -312,7 +309,7 @@ impl Activations {
         in_order: bool,
     ) -> Result<(), Error> {
         debug_assert!(m as usize <= self.rows, "{m} rows, and room for {}", self.rows);
-        let k = self.sizes[place(gemm.input)] as u32;
+        let k = self.sizes[gemm.input as usize] as u32;
         let params = QuantizeRows { x, to: self.of(gemm.input), first_row, m, k, in_order: in_order.into() };
         let rows = m.saturating_sub(first_row);
         let are_there = match gemm.input {
@@ -346,7 +343,7 @@ impl Activations {
     ) -> Result<(), Error> {
         let StreamMatrix { stream, base, blocks, n_tiles, .. } = weights.codes.matrix(layer, gemm.matrix);
         let groups = e4m3::groups(gemm.k as u32);
-        let x = self.maps.ptr(place(gemm.input));
+        let x = self.maps.ptr(gemm.input as usize);
         let w_scales = weights.scales_of(gemm.matrix.number(layer));
         let is_last = (layer + 1, gemm.matrix) == (self.layers, Matrix::Down);
         let codes = match epilogue {

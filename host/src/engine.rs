@@ -277,12 +277,16 @@ impl Engine {
     /// A device error.
     pub fn begin_profile(&mut self, profile: Profile) -> Result<(), Error> {
         self.profile = Some(profile);
-        self.backend.note_phases()
+        self.backend.note_phases(true)
     }
 
-    /// What was recorded.
-    pub fn take_profile(&mut self) -> Option<Profile> {
-        self.profile.take()
+    /// Ends the profile that was begun, and gives what was recorded.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn take_profile(&mut self) -> Result<Option<Profile>, Error> {
+        self.backend.note_phases(false)?;
+        Ok(self.profile.take())
     }
 
     /// Adds to the profile what was done since `start`, if there is one.

@@ -20,7 +20,7 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::step::{Counters, MAX_DECODE_ROWS, Rows};
 use gpu_kernels::workspace::Workspace;
 use half::bf16;
-use model::{Config, rope::RopeTable};
+use model::{Config, plan::LayerPlan, rope::RopeTable};
 
 use self::batched::Batched;
 use self::capacity::pages;
@@ -196,10 +196,11 @@ impl Forward {
         let coded = weights.e4m3().is_some();
         // GEMMs write whole tiles of rows.
         let of_gemms = if coded { Coded::rows(rows) } else { rows };
-        let q = config.query_size();
+        let LayerPlan { hidden, attention, .. } = config.plan;
+        let q = attention.query_size();
         let rope = timed("the rotary table", || RopeTable::of(config, room.context));
         let forward = || {
-            let activation = device.zeroed(of_gemms * config.intermediate_size)?;
+            let activation = device.zeroed(of_gemms * config.plan.activation_size())?;
             Ok(Self {
                 cos: device.upload(&rope.cos)?,
                 sin: device.upload(&rope.sin)?,
@@ -218,13 +219,13 @@ impl Forward {
                 row_tokens: device.zeroed(rows)?,
                 row_positions: device.zeroed(rows)?,
                 row_sequences: device.zeroed(rows)?,
-                residual: device.zeroed(of_gemms * config.hidden_size)?,
-                scaled: device.zeroed(of_gemms * config.hidden_size)?,
-                squares: device.zeroed(of_gemms * config.hidden_size / N_TILE as usize)?,
-                qkv: device.zeroed(of_gemms * config.qkv_size())?,
+                residual: device.zeroed(of_gemms * hidden)?,
+                scaled: device.zeroed(of_gemms * hidden)?,
+                squares: device.zeroed(of_gemms * hidden / N_TILE as usize)?,
+                qkv: device.zeroed(of_gemms * attention.qkv_size())?,
                 q: device.zeroed(rows * q)?,
-                sums: device.zeroed(rows * config.num_attention_heads * splits * HEAD_DIM as usize)?,
-                scales: device.zeroed(rows * config.num_attention_heads * splits * 2)?,
+                sums: device.zeroed(rows * attention.query_heads * splits * HEAD_DIM as usize)?,
+                scales: device.zeroed(rows * attention.query_heads * splits * 2)?,
                 attended: device.zeroed(rows * q)?,
                 activation,
                 logits: device.zeroed(rows * config.vocab_size)?,
@@ -285,7 +286,7 @@ impl Forward {
         self.decode.as_mut().map_or(Ok(()), |decode| decode.use_up_flags(&self.config))
     }
 
-    /// From the next decode step on, notes when each block passed each point of it.
+    /// From now on each decode step notes when its blocks passed which point, in place of what the one before noted.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -295,8 +296,13 @@ impl Forward {
         Ok(())
     }
 
-    /// What was noted since the last call: for each block, the points that it passed and when, in nanoseconds. Waits
-    /// for the device.
+    /// Nothing is noted any more.
+    pub fn end_trace(&mut self) {
+        self.trace = None;
+    }
+
+    /// What the last step noted, if none was asked since: for each block, the points that it passed and when, in
+    /// nanoseconds. Waits for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -348,13 +354,13 @@ impl Forward {
             scales: self.scales.ptr_mut(),
             attended: self.attended.ptr_mut(),
             activation: self.activation.ptr_mut(),
-            q_heads: c.num_attention_heads as u32,
-            kv_heads: c.num_key_value_heads as u32,
+            q_heads: c.plan.attention.query_heads as u32,
+            kv_heads: c.plan.attention.key_value_heads as u32,
             vocab: c.vocab_size as u32,
             table_stride: self.table_stride(),
             splits: self.room.splits() as u32,
             eps: c.rms_norm_eps,
-            head_norm: c.traits.head_norm.into(),
+            head_norm: c.plan.attention.traits.head_norm.into(),
         }
     }
 
@@ -364,7 +370,7 @@ impl Forward {
             scaled: self.scaled.ptr_mut(),
             squares: self.squares.ptr_mut(),
             spans: Default::default(),
-            dim: self.config.hidden_size as u32,
+            dim: self.config.plan.hidden as u32,
         }
     }
 
@@ -438,7 +444,7 @@ impl Forward {
     /// # Panics
     /// If there is no [room](Self::room) for so many rows or positions, or `output` is of others: a bug of the caller.
     pub fn enqueue(&self, most_rows: u32, end: u32, output: RowOutput) -> Result<(), Error> {
-        // SAFETY: the lists are of self, and who fills them in keeps to the room.
+        // SAFETY: the lists are of self; launches alone fill them in, and each is of rows that there is room for.
         unsafe { self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, output }).map(drop) }
     }
 
@@ -537,14 +543,18 @@ impl Forward {
     /// to each other what is said.
     unsafe fn enqueue_decode_kernel(&self, decode: &Decode, rows: Rows, most: (u32, RowsOf)) -> Result<(), Error> {
         let c = &self.config;
+        if let Some(trace) = &self.trace {
+            // It has room for one step.
+            trace.enqueue_clear()?;
+        }
         let eagle = |pairs: &Pairs| EagleStep { pairs: pairs.rows(), own: pairs.own() };
         let step = DecodeStep {
             work: self.workspace(rows),
             stream: self.weights.stream.weights().ptr(),
             logits: self.logits.ptr_mut(),
-            trace: self.trace.as_ref().map_or(Default::default(), |trace| trace.ptr_mut()),
+            trace: self.trace.as_ref().map_or(Default::default(), Buffer::ptr_mut),
             layer_count: c.num_hidden_layers as u32,
-            intermediate: c.intermediate_size as u32,
+            intermediate: c.plan.activation_size() as u32,
             taps: self.wanted_states().map(HiddenStates::taps).unwrap_or_default(),
             eagle: self.pairs.as_ref().map(eagle).unwrap_or_default(),
             ..DecodeStep::default()

@@ -412,7 +412,11 @@ impl Gpu {
     ///
     /// # Errors
     /// A driver error.
+    ///
+    /// # Panics
+    /// If no sequence was begun: a bug of the caller.
     pub fn time_around_step(&mut self, repeats: u32) -> Result<f64, Error> {
+        assert!(self.run.length > 0, "drafts for no sequence");
         let timer = self.forward.device().timer()?;
         let device = self.forward.device().clone();
         let mut next = || self.enqueue_next(self.accept(Default::default(), 0, true), self.run.length);
@@ -542,8 +546,13 @@ impl Backend for Gpu {
         Ok(step)
     }
 
-    fn note_phases(&mut self) -> Result<(), Error> {
-        // A trace has room for a step.
+    fn note_phases(&mut self, noted: bool) -> Result<(), Error> {
+        if !noted {
+            self.run_ahead = RUN_AHEAD;
+            self.forward.end_trace();
+            return Ok(());
+        }
+        // A trace is of one step.
         self.run_ahead = 0;
         self.forward.begin_trace()
     }

@@ -73,7 +73,7 @@ impl Packed {
     ///
     /// # Panics
     /// If there is no such matrix: a bug of the caller.
-    pub fn pack(&self, device: &Device, number: usize, from: StreamMatrix) -> Result<(), Error> {
+    pub(crate) fn pack(&self, device: &Device, number: usize, from: StreamMatrix) -> Result<(), Error> {
         // SAFETY: within the buffers; the matrix begins there in its stream.
         let pack = unsafe {
             Pack {
@@ -117,7 +117,7 @@ impl Packed {
     ///
     /// # Panics
     /// If there is no such layer: a bug of the caller.
-    pub fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
+    pub(crate) fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
         let matrix = Matrix::OF_LAYER[0].number(layer);
         let [first, second, third, fourth, end] =
             [0, 1, 2, 3, 4].map(|i| (self.bases[matrix + i] / u64::from(TOGETHER)) as u32);
@@ -182,6 +182,11 @@ impl Packed {
         let mut notes = [0; 2];
         self.notes.read(0, &mut notes)?;
         Ok(notes)
+    }
+
+    /// Where they are.
+    pub(crate) fn device(&self) -> &Device {
+        self.tiles.device()
     }
 
     /// Bytes of all of it.

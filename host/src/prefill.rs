@@ -19,7 +19,7 @@ use gpu_kernels::step::Rows;
 use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
 use model::Config;
-use model::plan::{self, Input, Matrix, Operator};
+use model::plan::{self, Input, LayerPlan, Matrix, Operator};
 
 use crate::Error;
 use crate::cache::KvCache;
@@ -122,7 +122,7 @@ pub(crate) fn rows(capacity: usize) -> usize {
 pub fn best_rows(device: &Device, config: &Config) -> u32 {
     let cost = |m, gemm: plan::Gemm| gemm::cost(device, epilogue(&gemm), [m, gemm.weight_rows() as u32, gemm.k as u32]);
     let rows = device.capabilities().tuning().prompt_rows.clone();
-    cheapest_rows(rows, |m| config.layer_plan().gemms().map(|gemm| cost(m, gemm)).sum())
+    cheapest_rows(rows, |m| config.plan.gemms().map(|gemm| cost(m, gemm)).sum())
 }
 
 /// That, for a pass over `m` rows that costs `cost(m)`; of equal ones the fewest.
@@ -161,11 +161,11 @@ pub unsafe fn enqueue_attention(
 impl Prefill {
     /// Bytes of activations for a cache of `capacity` tokens; of models in e4m3 their codes come to that.
     pub fn bytes(config: &Config, capacity: usize) -> u64 {
-        let q = config.query_size();
-        let row = config.hidden_size * 6
-            + config.hidden_size / N_TILE as usize * 4
-            + config.hidden_size / SPAN as usize * 4
-            + (q * 4).max(config.intermediate_size * 2)
+        let LayerPlan { hidden, attention, .. } = config.plan;
+        let row = hidden * 6
+            + hidden / N_TILE as usize * 4
+            + hidden / SPAN as usize * 4
+            + (attention.query_size() * 4).max(config.plan.activation_size() * 2)
             + 16;
         (rows(capacity) * row) as u64
     }
@@ -187,8 +187,8 @@ impl Prefill {
         in_e4m3: bool,
     ) -> Result<Self, Error> {
         let rows = rows(capacity);
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let q_size = config.query_size();
+        let LayerPlan { hidden, attention, .. } = config.plan;
+        let (inner, q_size) = (config.plan.activation_size(), attention.query_size());
         let scaled: Buffer<bf16> = device.zeroed(rows * hidden)?;
         let shared: Buffer<bf16> = device.zeroed(rows * inner.max(2 * q_size))?;
         let mut matrices = vec![
@@ -313,7 +313,7 @@ impl Prefill {
                 let (first_row, first_tile) = if is_last { (first_row, first_tile) } else { (0, 0) };
                 let heads = self.heads(parts, rows, i);
                 w.make_layer(device, i)?;
-                for operator in c.layer_plan().operators() {
+                for operator in c.plan.operators() {
                     match operator {
                         Operator::Gemm(gemm) if gemm.matrix == Matrix::Qkv && first_row > 0 => {
                             // Keys and values of all rows, and queries of those.
@@ -338,7 +338,7 @@ impl Prefill {
                                 q: self.maps.ptr(QUERIES),
                                 pages: self.maps.ptr(ACTIVATIONS + i),
                                 cache: heads.cache,
-                                out: self.shared.ptr_mut().at(self.capacity * c.query_size()),
+                                out: self.shared.ptr_mut().at(self.capacity * c.plan.attention.query_size()),
                                 codes: self.codes.as_ref().map(Activations::attended).unwrap_or_default(),
                                 q_heads: heads.q_heads,
                                 scale: 1.0 / (HEAD_DIM as f32).sqrt(),
@@ -401,7 +401,7 @@ impl Prefill {
             scaled: self.scaled.ptr_mut(),
             squares: self.squares.ptr_mut(),
             spans: self.spans.ptr_mut(),
-            dim: config.hidden_size as u32,
+            dim: config.plan.hidden as u32,
         }
     }
 
@@ -417,9 +417,9 @@ impl Prefill {
             sin: parts.sin.ptr(),
             q: self.shared.ptr_mut(),
             cache: parts.cache.params(layer, parts.tables, parts.table_stride),
-            q_heads: c.num_attention_heads as u32,
+            q_heads: c.plan.attention.query_heads as u32,
             eps: c.rms_norm_eps,
-            head_norm: c.traits.head_norm.into(),
+            head_norm: c.plan.attention.traits.head_norm.into(),
         }
     }
 
@@ -439,7 +439,7 @@ impl Prefill {
                 Default::default()
             },
             y: Default::default(),
-            norm: Norm { squares: self.spans.ptr(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
+            norm: Norm { squares: self.spans.ptr(), dim: c.plan.hidden as u32, eps: c.rms_norm_eps },
             bias: parts.weights.bias(layer, gemm),
             heads: SplitHeads::default(),
             residual: self.residual(c),

@@ -45,11 +45,11 @@ macro_rules! by_code {
                 type $of = $fp8;
                 $what
             }
-            $crate::quantized::Coding { is_fine: false, .. } => {
+            $crate::quantized::Coding { code: model::format::Code::Int4, is_fine: false, .. } => {
                 type $of = $int4;
                 $what
             }
-            $crate::quantized::Coding { is_fine: true, .. } => {
+            $crate::quantized::Coding { code: model::format::Code::Int4, is_fine: true, .. } => {
                 type $of = $int4_f16;
                 $what
             }
@@ -161,7 +161,7 @@ impl Quantized {
     ///
     /// # Panics
     /// If there is no such matrix, or there are not so many scales: a bug of the caller.
-    pub fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[u32]) -> Result<(), Error> {
+    pub(crate) fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[u32]) -> Result<(), Error> {
         let chunks = from.k.div_ceil(CHUNK_FEATURES);
         assert_eq!(scales.len(), (from.n_tiles * chunks * GROUPS * N_TILE) as usize, "scales of matrix {number}");
         // The next one's scales come behind this.
@@ -194,7 +194,7 @@ impl Quantized {
     ///
     /// # Panics
     /// If there is no such layer, or it has no room in the stream: a bug of the caller.
-    pub fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
+    pub(crate) fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
         let first = Matrix::OF_LAYER[0].number(layer);
         let chunks = self.bases[first + Matrix::OF_LAYER.len()] - self.bases[first];
         assert!(chunks <= stream.layer_chunks(), "a layer of {chunks} chunks");
@@ -234,6 +234,11 @@ impl Quantized {
     pub fn stages(&self) -> Array {
         let (address, chunks) = (self.codes.ptr().addr(), self.bases[self.bases.len() - 1]);
         by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => stages::<C>(address, chunks))
+    }
+
+    /// Where they are.
+    pub(crate) fn device(&self) -> &Device {
+        self.codes.device()
     }
 
     /// Bytes of all of it.

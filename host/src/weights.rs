@@ -1,5 +1,6 @@
 //! A checkpoint's weights in device memory: as bf16, as codes, or packed without loss.
 
+mod compact;
 mod random;
 mod staging;
 
@@ -14,13 +15,14 @@ use model::format::Codes;
 use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
+pub use self::compact::Compact;
 use self::staging::{Plan, Staging, rows_together};
 use crate::device::{Buffer, Device, Filling};
 use crate::e4m3::{self, E4m3};
-use crate::kept::{Form, Kept};
+use crate::kept::Kept;
 use crate::lossless::Packed;
 use crate::quantized::{self, Coding, Quantized};
-use crate::stream::{Source, Stream, n_tiles};
+use crate::stream::{Source, Stream};
 use crate::timed::timed;
 use crate::{Error, Progress, gib};
 
@@ -37,52 +39,6 @@ pub struct DeviceWeights {
     pub stream: Stream,
     /// The matrices in fewer bytes, if they are kept so.
     pub compact: Compact,
-}
-
-/// A model's matrices in fewer bytes than bf16 has.
-pub enum Compact {
-    /// There are none.
-    None,
-    /// The layers' codes.
-    Quantized(Quantized),
-    /// The layers' codes, which are what is multiplied: then they are all that is kept.
-    E4m3(E4m3),
-    /// Packed without loss.
-    Packed(Packed),
-}
-
-impl Compact {
-    /// Memory for what is kept of a model, if it is not bf16 alone.
-    fn new(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Self, Error> {
-        Ok(match kept.map(|kept| kept.form) {
-            None => Self::None,
-            Some(Form::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),
-            Some(Form::Coded(coding)) => Self::Quantized(Quantized::new(device, config, coding)?),
-            Some(Form::Packed(size)) => {
-                Self::Packed(Packed::new(device, config.gemms().map(|gemm| n_tiles(&gemm)), size)?)
-            }
-        })
-    }
-
-    /// Once all matrices are there, whether they are what they are to be. Waits for the device.
-    fn finish(&mut self) -> Result<bool, Error> {
-        match self {
-            Self::None => Ok(true),
-            Self::Quantized(codes) => codes.is_exact(),
-            Self::E4m3(codes) => codes.is_exact(),
-            Self::Packed(packed) => packed.finish(),
-        }
-    }
-
-    /// Bytes of all of it; none if there is none.
-    pub fn bytes(&self) -> Option<u64> {
-        match self {
-            Self::None => None,
-            Self::Quantized(codes) => Some(codes.bytes()),
-            Self::E4m3(codes) => Some(codes.bytes()),
-            Self::Packed(packed) => Some(packed.bytes()),
-        }
-    }
 }
 
 /// One layer's weights, but for its matrices.
@@ -199,8 +155,8 @@ impl DeviceWeights {
     ) -> Result<(Self, Staging), Error> {
         let device = plan.device;
         let tied = config.tie_word_embeddings;
-        let largest = config.layer_plan().gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
-        let least = if tied { 0 } else { rows_together(&weights.head) * config.hidden_size };
+        let largest = config.plan.gemms().map(|gemm| gemm.weights()).max().unwrap_or(0);
+        let least = if tied { 0 } else { rows_together(&weights.head) * config.plan.hidden };
         let mut staging = Staging::new(device, largest.max(least))?;
         let (stream, compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
         let embed = plan.buffer(&[&weights.embed])?;
@@ -266,13 +222,8 @@ impl DeviceWeights {
     ///
     /// # Errors
     /// A refused launch.
-    pub fn make_layer(&self, device: &Device, layer: usize) -> Result<(), Error> {
-        match &self.compact {
-            _ if !self.stream.is_of_layer() => Ok(()),
-            Compact::Quantized(codes) => codes.make_layer(device, layer, &self.stream),
-            Compact::Packed(packed) => packed.make_layer(device, layer, &self.stream),
-            Compact::None | Compact::E4m3(_) => Ok(()),
-        }
+    pub(crate) fn make_layer(&self, device: &Device, layer: usize) -> Result<(), Error> {
+        if self.stream.is_of_layer() { self.compact.make_layer(device, layer, &self.stream) } else { Ok(()) }
     }
 
     /// The bias of a GEMM of the plan in a layer; null where it has none.
@@ -348,6 +299,7 @@ mod tests {
     use model::{Checkpoint, Dtype, OpenOptions};
 
     use super::*;
+    use crate::kept::Form;
     use crate::lossless::PackedSize;
 
     fn upload(checkpoint: &Checkpoint, progress: &mut Progress<'_>) -> Result<DeviceWeights, Error> {
@@ -389,7 +341,7 @@ mod tests {
         assert!(read(&uploaded.embed) == stored([&weights.embed]));
         assert!(read(&uploaded.norm) == stored([&weights.norm]));
         let stream = read(uploaded.stream.weights());
-        let inputs = checkpoint.config.hidden_size;
+        let inputs = checkpoint.config.plan.hidden;
         for (i, (found, layer)) in uploaded.layers.iter().zip(&weights.layers).enumerate() {
             assert!(read(&found.input_norm) == stored([&layer.input_norm]));
             let of = |matrix| uploaded.stream.matrix(i, matrix);

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use crate::Error;
 use crate::family::{Family, Fields};
 use crate::format::Quantization;
-use crate::plan::Traits;
+use crate::plan::{Attention, FeedForward, LayerPlan, Traits};
 use crate::rope::Scaling;
 
 /// Sizes and constants of a dense model, checked: every size is positive, heads divide evenly.
@@ -19,22 +19,12 @@ use crate::rope::Scaling;
 pub struct Config {
     /// Which family it is of: for people alone.
     pub family: &'static Family,
-    /// What its [plan](crate::plan) has that others' may not.
-    pub traits: Traits,
+    /// What each layer computes, with all its sizes.
+    pub plan: LayerPlan,
     /// Rows of the embedding; token ids are below this.
     pub vocab_size: usize,
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Width of the SwiGLU inner layer.
-    pub intermediate_size: usize,
     /// Decoder layers.
     pub num_hidden_layers: usize,
-    /// Query heads.
-    pub num_attention_heads: usize,
-    /// Key and value heads; divides [`num_attention_heads`](Self::num_attention_heads).
-    pub num_key_value_heads: usize,
-    /// Elements of one head (128 in most published models); even.
-    pub head_dim: usize,
     /// Longest sequence that the model was made for, in tokens; with YaRN, what that makes of it.
     pub max_position_embeddings: usize,
     /// Added to the mean square in every RMS norm.
@@ -66,18 +56,23 @@ impl Config {
         let traits = (family.read)(&Fields { all: &fields, path })?;
         let positions = raw.max_position_embeddings.unwrap_or(family.max_position_embeddings);
         let rope = rope::read(&fields, positions, path)?;
+        let head_dim = raw.head_dim.or(family.head_dim);
         let scaled = rope.scaling.map_or(0, |scaling| scaling.positions());
         let config = Config {
             family,
-            traits,
+            plan: LayerPlan {
+                hidden: raw.hidden_size,
+                attention: Attention {
+                    query_heads: raw.num_attention_heads,
+                    key_value_heads: raw.num_key_value_heads.unwrap_or(raw.num_attention_heads),
+                    // Of no heads there is no size; what is wrong then is said below.
+                    head_dim: head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads.max(1)),
+                    traits,
+                },
+                feed_forward: FeedForward::SwiGlu { intermediate: raw.intermediate_size },
+            },
             vocab_size: raw.vocab_size,
-            hidden_size: raw.hidden_size,
-            intermediate_size: raw.intermediate_size,
             num_hidden_layers: raw.num_hidden_layers,
-            num_attention_heads: raw.num_attention_heads,
-            num_key_value_heads: raw.num_key_value_heads.unwrap_or(raw.num_attention_heads),
-            // Of no heads there is no size; what is wrong then is said below.
-            head_dim: raw.head_dim.or(family.head_dim).unwrap_or(raw.hidden_size / raw.num_attention_heads.max(1)),
             max_position_embeddings: positions.max(scaled),
             rms_norm_eps: raw.rms_norm_eps,
             rope_theta: rope.theta,
@@ -109,14 +104,18 @@ impl Config {
         };
         Some(Self {
             family: Family::QWEN3,
-            traits: Traits { head_norm: true, qkv_bias: false },
+            plan: LayerPlan {
+                hidden,
+                attention: Attention {
+                    query_heads: heads,
+                    key_value_heads: 8,
+                    head_dim: 128,
+                    traits: Traits { head_norm: true, qkv_bias: false },
+                },
+                feed_forward: FeedForward::SwiGlu { intermediate },
+            },
             vocab_size: 151_936,
-            hidden_size: hidden,
-            intermediate_size: intermediate,
             num_hidden_layers: layers,
-            num_attention_heads: heads,
-            num_key_value_heads: 8,
-            head_dim: 128,
             max_position_embeddings: 40_960,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
@@ -127,27 +126,11 @@ impl Config {
         })
     }
 
-    /// Columns of the query projection's output: query heads × head size.
-    pub fn query_size(&self) -> usize {
-        self.num_attention_heads * self.head_dim
-    }
-
-    /// Columns of the key (or value) projection's output: key heads × head size.
-    pub fn key_value_size(&self) -> usize {
-        self.num_key_value_heads * self.head_dim
-    }
-
-    /// Columns of the projection of queries, keys and values together.
-    pub fn qkv_size(&self) -> usize {
-        self.query_size() + 2 * self.key_value_size()
-    }
-
     /// Parameters of the whole model, a tied head counted once.
     pub fn parameter_count(&self) -> usize {
-        let embeddings = self.vocab_size * self.hidden_size * if self.tie_word_embeddings { 1 } else { 2 };
-        let plan = self.layer_plan();
-        let matrices: usize = plan.gemms().map(|gemm| gemm.weights()).sum();
-        embeddings + self.num_hidden_layers * (matrices + plan.vector_parameters()) + self.hidden_size
+        let embeddings = self.vocab_size * self.plan.hidden * if self.tie_word_embeddings { 1 } else { 2 };
+        let matrices: usize = self.plan.gemms().map(|gemm| gemm.weights()).sum();
+        embeddings + self.num_hidden_layers * (matrices + self.plan.vector_parameters()) + self.plan.hidden
     }
 
     /// Bytes of all weights when each takes `bytes_per_weight` (2 for bf16).
@@ -157,13 +140,13 @@ impl Config {
 
     /// Bytes of the weights that a decode step reads: all but an untied embedding, of which it reads a row.
     pub fn step_weight_bytes(&self, bytes_per_weight: usize) -> usize {
-        let rows_alone = if self.tie_word_embeddings { 0 } else { self.vocab_size * self.hidden_size };
+        let rows_alone = if self.tie_word_embeddings { 0 } else { self.vocab_size * self.plan.hidden };
         (self.parameter_count() - rows_alone) * bytes_per_weight
     }
 
     /// Bytes of keys and values that one token adds to the cache, over all layers, at `bytes_per_element` (2 for bf16).
     pub fn kv_bytes_per_token(&self, bytes_per_element: usize) -> usize {
-        2 * self.num_hidden_layers * self.key_value_size() * bytes_per_element
+        2 * self.num_hidden_layers * self.plan.attention.key_value_size() * bytes_per_element
     }
 
     fn check(&self, path: &Path) -> Result<(), Error> {
@@ -171,14 +154,15 @@ impl Config {
             |field, value: String, reason| Error::InvalidSetting { path: path.to_owned(), field, value, reason };
         // The upper bound keeps every product of sizes far from overflow; the largest real dimension is 151,936.
         const LARGEST: usize = 1 << 24;
+        let Attention { query_heads, key_value_heads, head_dim, .. } = self.plan.attention;
         for (field, size) in [
             ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
+            ("hidden_size", self.plan.hidden),
+            ("intermediate_size", self.plan.activation_size()),
             ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("head_dim", self.head_dim),
+            ("num_attention_heads", query_heads),
+            ("num_key_value_heads", key_value_heads),
+            ("head_dim", head_dim),
             ("max_position_embeddings", self.max_position_embeddings),
         ] {
             let limit =
@@ -191,17 +175,17 @@ impl Config {
                 return Err(invalid(field, size.to_string(), "it must be positive and of a sensible size"));
             }
         }
-        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
+        if !query_heads.is_multiple_of(key_value_heads) {
             return Err(invalid(
                 "num_key_value_heads",
-                self.num_key_value_heads.to_string(),
+                key_value_heads.to_string(),
                 "it must divide num_attention_heads",
             ));
         }
-        if !self.head_dim.is_multiple_of(2) {
+        if !head_dim.is_multiple_of(2) {
             return Err(invalid(
                 "head_dim",
-                self.head_dim.to_string(),
+                head_dim.to_string(),
                 "it must be even, since rotary embedding turns pairs",
             ));
         }

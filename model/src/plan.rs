@@ -135,10 +135,35 @@ pub struct Attention {
     pub key_value_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Whether each head of queries and keys has an RMS norm.
-    pub head_norm: bool,
-    /// Whether the projections have a bias.
-    pub bias: bool,
+    /// Norms and biases.
+    pub traits: Traits,
+}
+
+impl Attention {
+    /// Columns of the query projection's output: query heads × head size.
+    pub const fn query_size(&self) -> usize {
+        self.query_heads * self.head_dim
+    }
+
+    /// Columns of the key (or value) projection's output: key heads × head size.
+    pub const fn key_value_size(&self) -> usize {
+        self.key_value_heads * self.head_dim
+    }
+
+    /// Columns of the projections of queries, of keys, and of values.
+    pub const fn projections(&self) -> [usize; 3] {
+        [self.query_size(), self.key_value_size(), self.key_value_size()]
+    }
+
+    /// Columns of the projection of queries, keys and values together.
+    pub const fn qkv_size(&self) -> usize {
+        self.query_size() + 2 * self.key_value_size()
+    }
+
+    /// Query heads that share a key and value head.
+    pub const fn group(&self) -> usize {
+        self.query_heads / self.key_value_heads
+    }
 }
 
 /// What comes after attention in a layer.
@@ -151,7 +176,7 @@ pub enum FeedForward {
     },
 }
 
-/// What every layer of a model computes.
+/// What every layer of a model computes. It has every size of a layer; a [`Config`] has no other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerPlan {
     /// Width of the residual stream.
@@ -163,26 +188,24 @@ pub struct LayerPlan {
 }
 
 impl LayerPlan {
-    /// The plan of a model's layers.
-    pub const fn of(config: &Config) -> Self {
-        Self {
-            hidden: config.hidden_size,
-            attention: Attention {
-                query_heads: config.num_attention_heads,
-                key_value_heads: config.num_key_value_heads,
-                head_dim: config.head_dim,
-                head_norm: config.traits.head_norm,
-                bias: config.traits.qkv_bias,
-            },
-            feed_forward: FeedForward::SwiGlu { intermediate: config.intermediate_size },
-        }
+    /// The same operators with other sizes: the width of the residual stream and of the feed-forward, and the heads of
+    /// queries, and of keys and values.
+    pub const fn resize(&mut self, hidden: usize, intermediate: usize, (queries, keys): (usize, usize)) {
+        self.hidden = hidden;
+        self.feed_forward = FeedForward::SwiGlu { intermediate };
+        (self.attention.query_heads, self.attention.key_value_heads) = (queries, keys);
+    }
+
+    /// Elements of a row of the feed-forward's activations: what its last GEMM reads.
+    pub const fn activation_size(&self) -> usize {
+        let FeedForward::SwiGlu { intermediate } = self.feed_forward;
+        intermediate
     }
 
     /// The operators, in order.
     pub fn operators(&self) -> impl Iterator<Item = Operator> + use<> {
         let Self { hidden, attention, feed_forward } = *self;
-        let Attention { query_heads, key_value_heads, head_dim, bias, .. } = attention;
-        let (q, qkv) = (query_heads * head_dim, (query_heads + 2 * key_value_heads) * head_dim);
+        let (q, qkv, bias) = (attention.query_size(), attention.qkv_size(), attention.traits.qkv_bias);
         let gemm = |matrix, input, epilogue, [n, k]: [usize; 2]| Operator::Gemm(Gemm { matrix, input, epilogue, n, k });
         let FeedForward::SwiGlu { intermediate: inner } = feed_forward;
         [
@@ -206,19 +229,14 @@ impl LayerPlan {
 
     /// Parameters of a layer beside its matrices: norms and biases.
     pub const fn vector_parameters(&self) -> usize {
-        let Attention { query_heads, key_value_heads, head_dim, head_norm, bias } = self.attention;
-        let heads = if head_norm { 2 * head_dim } else { 0 };
-        let biases = if bias { (query_heads + 2 * key_value_heads) * head_dim } else { 0 };
+        let Traits { head_norm, qkv_bias } = self.attention.traits;
+        let heads = if head_norm { 2 * self.attention.head_dim } else { 0 };
+        let biases = if qkv_bias { self.attention.qkv_size() } else { 0 };
         2 * self.hidden + heads + biases
     }
 }
 
 impl Config {
-    /// What every layer computes.
-    pub const fn layer_plan(&self) -> LayerPlan {
-        LayerPlan::of(self)
-    }
-
     /// The product with the output head.
     pub const fn head(&self) -> Gemm {
         Gemm {
@@ -226,13 +244,13 @@ impl Config {
             input: Input::Normed,
             epilogue: Epilogue::Write { bias: false },
             n: self.vocab_size,
-            k: self.hidden_size,
+            k: self.plan.hidden,
         }
     }
 
     /// Every product of a pass, in order: those of each layer, and the head.
     pub fn gemms(&self) -> impl Iterator<Item = Gemm> + use<> {
-        let (plan, head) = (self.layer_plan(), self.head());
+        let (plan, head) = (self.plan, self.head());
         (0..self.num_hidden_layers).flat_map(move |_| plan.gemms()).chain([head])
     }
 }

@@ -162,7 +162,7 @@ impl Frequencies {
 
     /// Those of a model.
     pub fn of(config: &Config) -> Self {
-        let mut plain = Self::new(config.head_dim, config.rope_theta);
+        let mut plain = Self::new(config.plan.attention.head_dim, config.rope_theta);
         match &config.rope_scaling {
             None => {}
             Some(Scaling::Yarn(yarn)) => {

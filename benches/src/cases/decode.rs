@@ -42,15 +42,8 @@ impl DecodeSizes {
 
     /// A small one, for checks on the emulator: one split of the context, and several.
     pub fn small() -> Self {
-        let config = Config {
-            vocab_size: 300,
-            hidden_size: 256,
-            intermediate_size: 384,
-            num_hidden_layers: 2,
-            num_attention_heads: 4,
-            num_key_value_heads: 2,
-            ..shape("8B")
-        };
+        let mut config = Config { vocab_size: 300, num_hidden_layers: 2, ..shape("8B") };
+        config.plan.resize(256, 384, (4, 2));
         Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5, 16], code: None, tree: false }
     }
 
@@ -115,8 +108,9 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                 cost: Default::default(),
             };
             let plan = || match tree.as_ref().filter(|_| rows > 1) {
-                Some(tree) => tree.enqueue_plan(&forward, state, rows, context),
-                // SAFETY: the history has the tokens, and rows have room for a step.
+                // SAFETY: the history has the tokens and room for one more.
+                Some(tree) => unsafe { tree.enqueue_plan(&forward, state, rows, context) },
+                // SAFETY: likewise, and rows have room for a step.
                 None => unsafe { device.launch::<step::plan_decode>(1, 0, plan) },
             };
             let logits = || -> Result<Vec<f32>, Error> {
@@ -186,7 +180,10 @@ fn weight_bytes(config: &Config, code: Option<Code>, packed: Option<u64>) -> u64
         let matrices: u64 = config.gemms().map(|gemm| 2 * (gemm.weight_rows() * gemm.k) as u64).sum();
         return packed.map_or(plain, |packed| plain - matrices + packed);
     };
-    let format = if code == Code::Int4 { Rounded::Int4 } else { Rounded::Fp8 };
+    let format = match code {
+        Code::Int4 => Rounded::Int4,
+        Code::E4m3 => Rounded::Fp8,
+    };
     let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
     let saved = layers.map(|gemm| {
         let shape = [gemm.weight_rows(), gemm.k];

@@ -73,7 +73,7 @@ pub fn run(command: Generate) -> anyhow::Result<Ending> {
         generation: &generation,
         parts: parts.as_ref(),
     };
-    if let Some((trace, profile)) = trace.zip(engine.take_profile()) {
+    if let Some((trace, profile)) = trace.zip(engine.take_profile()?) {
         trace.write(&profile, &answer.model, &answer.device)?;
     }
     if report.json {

@@ -157,7 +157,7 @@ impl GpuBatch {
         if let Some(rows) = sizes.prompt_rows() {
             forward.prepare_prefill_of(rows)?;
         }
-        let group = config.num_attention_heads / config.num_key_value_heads;
+        let group = config.plan.attention.group();
         let widths = Widths {
             prompt: forward.prefill().map_or(0, |prefill| prefill.capacity()),
             decode: sizes.decode_rows(),

@@ -294,22 +294,29 @@ impl Cuda {
             return Err(Error::OutOfMemory { wanted: bytes as u64, free: self.free_memory()? });
         }
         check("allocating", code)?;
-        self.zero(address, bytes)?;
+        // SAFETY: all of it.
+        unsafe { self.zero(address, bytes)? };
         Ok(address)
     }
 
     /// Gives memory back, once nothing that was recorded on this queue can use it.
-    pub(super) fn free(&self, address: u64) {
+    ///
+    /// # Safety
+    /// It is from [`allocate`](Self::allocate), and nobody uses it from now on but what is enqueued.
+    pub(super) unsafe fn free(&self, address: u64) {
         if !self.recording.keeps(address) && self.enter().is_ok() {
-            // SAFETY: an address from `allocate`, freed once; the driver waits for work that uses it. Nothing can
-            // be done about a failure here.
+            // SAFETY: the caller's word; the driver waits for work that uses it. Nothing can be done about a failure
+            // here.
             unsafe { sys::cuMemFree_v2(address) };
         }
     }
 
     /// What was recorded last, or could not be, is never launched again.
     pub(super) fn let_go(&self) {
-        self.recording.let_go().into_iter().for_each(|address| self.free(address));
+        for address in self.recording.let_go() {
+            // SAFETY: it was given back when it was kept for the recording.
+            unsafe { self.free(address) };
+        }
     }
 
     pub(super) fn allocate_mapped(&self, bytes: usize) -> Result<(*mut u32, u64), Error> {
@@ -326,22 +333,28 @@ impl Cuda {
         Ok((host.cast(), device))
     }
 
-    pub(super) fn free_mapped(&self, host: *mut u32) {
+    /// # Safety
+    /// It is from [`allocate_mapped`](Self::allocate_mapped), and nobody uses it from now on but what is enqueued.
+    pub(super) unsafe fn free_mapped(&self, host: *mut u32) {
         if self.enter().is_ok() {
             // Kernels of any queue may still be writing to it.
             let _ = self.synchronize_card();
-            // SAFETY: from `allocate_mapped`, freed once.
+            // SAFETY: the caller's word.
             unsafe { sys::cuMemFreeHost(host.cast()) };
         }
     }
 
-    pub(super) fn zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
+    /// # Safety
+    /// The range is within one allocation.
+    pub(super) unsafe fn zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
         self.enter()?;
-        // SAFETY: the caller's range is within one allocation.
+        // SAFETY: the caller's word.
         check("zeroing", unsafe { sys::cuMemsetD8Async(address, 0, bytes, self.stream.as_inner()) })
     }
 
-    pub(super) fn write(&self, to: u64, data: &[u8]) -> Result<(), Error> {
+    /// # Safety
+    /// The range is within one allocation.
+    pub(super) unsafe fn write(&self, to: u64, data: &[u8]) -> Result<(), Error> {
         self.enter()?;
         if data.len() >= STAGED_FROM {
             let mut staging = self.staging.lock().unwrap_or_else(|e| e.into_inner());
@@ -349,17 +362,20 @@ impl Cuda {
                 *staging = Some(Staging::new(self)?);
             }
             if let Some(staging) = &mut *staging {
-                return staging.write(&self.stream, to, data);
+                // SAFETY: the caller's word.
+                return unsafe { staging.write(&self.stream, to, data) };
             }
         }
-        // SAFETY: the range is within one allocation; the driver has taken pageable memory in before it returns.
+        // SAFETY: the caller's word; the driver has taken pageable memory in before it returns.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
         check("copying to the device", code)
     }
 
-    pub(super) fn read(&self, from: u64, out: &mut [u8]) -> Result<(), Error> {
+    /// # Safety
+    /// The range is within one allocation.
+    pub(super) unsafe fn read(&self, from: u64, out: &mut [u8]) -> Result<(), Error> {
         self.synchronize()?;
-        // SAFETY: the range is within one allocation, and `out` is as long.
+        // SAFETY: the caller's word, and `out` is as long.
         check("copying from the device", unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), from, out.len()) })
     }
 
@@ -513,7 +529,9 @@ impl Staging {
         Ok(Self { buffers: [buffer()?, buffer()?], sent: [event()?, event()?], next: 0 })
     }
 
-    fn write(&mut self, stream: &Stream, to: u64, data: &[u8]) -> Result<(), Error> {
+    /// # Safety
+    /// The range is within one allocation.
+    unsafe fn write(&mut self, stream: &Stream, to: u64, data: &[u8]) -> Result<(), Error> {
         for (i, piece) in data.chunks(STAGING_BYTES).enumerate() {
             let (buffer, sent) = (self.buffers[self.next], &self.sent[self.next]);
             sent.synchronize().map_err(Error::driver("waiting for an upload"))?;
@@ -526,7 +544,7 @@ impl Staging {
                 }
             });
             let at = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the destination is within the caller's allocation; the source stays until the event.
+            // SAFETY: the caller's word for the destination; the source stays until the event.
             let code = unsafe { sys::cuMemcpyHtoDAsync_v2(at, buffer.cast(), piece.len(), stream.as_inner()) };
             check("copying to the device", code)?;
             sent.record(stream).map_err(Error::driver("recording an upload"))?;

@@ -86,14 +86,18 @@ impl Emulator {
         self.memory().remove(&address);
     }
 
-    pub(super) fn write(&self, to: u64, data: &[u8]) {
+    /// # Safety
+    /// The range is within a live buffer.
+    pub(super) unsafe fn write(&self, to: u64, data: &[u8]) {
         self.count(|calls| calls.copies += 1);
         let _turn = self.turn();
-        // SAFETY: callers stay within a live buffer, and no launch is running: each has its turn.
+        // SAFETY: the caller's word, and no launch is running: each has its turn.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to as *mut u8, data.len()) };
     }
 
-    pub(super) fn read(&self, from: u64, out: &mut [u8]) {
+    /// # Safety
+    /// As for [`write`](Self::write).
+    pub(super) unsafe fn read(&self, from: u64, out: &mut [u8]) {
         self.count(|calls| {
             calls.copies += 1;
             calls.waits += 1;

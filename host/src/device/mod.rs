@@ -184,7 +184,7 @@ impl Device {
     /// Not enough device memory.
     pub fn zeroed<T: Pod>(&self, len: usize) -> Result<Buffer<T>, Error> {
         self.refuse_while_recording("an allocation")?;
-        let bytes = (len * size_of::<T>()).max(16);
+        let bytes = bytes_of::<T>(len);
         let address = match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.allocate(bytes)?,
             DeviceKind::Emulator(emulator) => emulator.allocate(bytes),
@@ -208,10 +208,11 @@ impl Device {
     /// Not enough pinnable memory.
     pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
         self.refuse_while_recording("an allocation")?;
+        let bytes = bytes_of::<u32>(words);
         let (host, device) = match &*self.0 {
-            DeviceKind::Cuda(cuda) => cuda.allocate_mapped(words * 4)?,
+            DeviceKind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
             DeviceKind::Emulator(emulator) => {
-                let address = emulator.allocate(words * 4);
+                let address = emulator.allocate(bytes);
                 (address as *mut u32, address)
             }
         };
@@ -388,6 +389,20 @@ impl Device {
     }
 }
 
+/// Bytes to allocate for `len` elements.
+///
+/// # Panics
+/// If no address space has so many: a bug of the caller.
+fn bytes_of<T>(len: usize) -> usize {
+    let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
+    bytes.unwrap_or_else(|| panic!("{len} elements of {} bytes", size_of::<T>())).max(16)
+}
+
+/// Whether there are `count` elements from `at` on, of `len`.
+const fn is_within(at: usize, count: usize, len: usize) -> bool {
+    at <= len && count <= len - at
+}
+
 /// Device memory of `len` elements.
 pub struct Buffer<T> {
     device: Device,
@@ -442,14 +457,16 @@ impl<T: Pod> Buffer<T> {
     /// # Panics
     /// If the range does not fit: a bug of the caller.
     pub fn write(&mut self, at: usize, data: &[T]) -> Result<(), Error> {
-        assert!(at + data.len() <= self.len, "write of {} at {at} into {}", data.len(), self.len);
+        assert!(is_within(at, data.len(), self.len), "write of {} at {at} into {}", data.len(), self.len);
         self.device.refuse_while_recording("a copy from memory that may be gone by then")?;
         let to = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice(data);
         match &*self.device.0 {
-            DeviceKind::Cuda(cuda) => cuda.write(to, bytes),
+            // SAFETY: within the buffer.
+            DeviceKind::Cuda(cuda) => unsafe { cuda.write(to, bytes) },
             DeviceKind::Emulator(emulator) => {
-                emulator.write(to, bytes);
+                // SAFETY: likewise.
+                unsafe { emulator.write(to, bytes) };
                 Ok(())
             }
         }
@@ -482,14 +499,16 @@ impl<T: Pod> Buffer<T> {
     /// # Panics
     /// If the range does not fit: a bug of the caller.
     pub fn read(&self, at: usize, out: &mut [T]) -> Result<(), Error> {
-        assert!(at + out.len() <= self.len, "read of {} at {at} from {}", out.len(), self.len);
+        assert!(is_within(at, out.len(), self.len), "read of {} at {at} from {}", out.len(), self.len);
         self.device.refuse_while_recording("a copy to memory that may be gone by then")?;
         let from = self.address + (at * size_of::<T>()) as u64;
         let bytes = bytemuck::cast_slice_mut(out);
         match &*self.device.0 {
-            DeviceKind::Cuda(cuda) => cuda.read(from, bytes),
+            // SAFETY: within the buffer.
+            DeviceKind::Cuda(cuda) => unsafe { cuda.read(from, bytes) },
             DeviceKind::Emulator(emulator) => {
-                emulator.read(from, bytes);
+                // SAFETY: likewise.
+                unsafe { emulator.read(from, bytes) };
                 Ok(())
             }
         }
@@ -504,7 +523,7 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit, or `from` is of another queue: a bug of the caller.
     pub fn copy_from(&mut self, at: usize, from: &Self) -> Result<(), Error> {
         assert!(Arc::ptr_eq(&self.device.0, &from.device.0), "a copy between two queues");
-        assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
+        assert!(is_within(at, from.len, self.len), "copy of {} at {at} into {}", from.len, self.len);
         let to = self.address + (at * size_of::<T>()) as u64;
         // SAFETY: in bounds; what frees either waits for the copy.
         unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
@@ -515,11 +534,18 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// A driver error.
     pub fn clear(&mut self) -> Result<(), Error> {
+        self.enqueue_clear()
+    }
+
+    /// The same of what only launches touch.
+    pub(crate) fn enqueue_clear(&self) -> Result<(), Error> {
         let bytes = self.len * size_of::<T>();
         match &*self.device.0 {
-            DeviceKind::Cuda(cuda) => cuda.zero(self.address, bytes),
+            // SAFETY: all of the buffer.
+            DeviceKind::Cuda(cuda) => unsafe { cuda.zero(self.address, bytes) },
             DeviceKind::Emulator(emulator) => {
-                emulator.write(self.address, &vec![0; bytes]);
+                // SAFETY: likewise.
+                unsafe { emulator.write(self.address, &vec![0; bytes]) };
                 Ok(())
             }
         }
@@ -529,7 +555,8 @@ impl<T: Pod> Buffer<T> {
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         match &*self.device.0 {
-            DeviceKind::Cuda(cuda) => cuda.free(self.address),
+            // SAFETY: from `allocate`, and nobody has it any more.
+            DeviceKind::Cuda(cuda) => unsafe { cuda.free(self.address) },
             DeviceKind::Emulator(emulator) => emulator.free(self.address),
         }
     }
@@ -572,7 +599,8 @@ impl Mapped {
             word.store(0, std::sync::atomic::Ordering::Release);
         }
         if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
-            emulator.write(self.device, &vec![0; self.words * 4]);
+            // SAFETY: all of it.
+            unsafe { emulator.write(self.device, &vec![0; self.words * 4]) };
         }
     }
 }
@@ -580,7 +608,8 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         match &*self.owner.0 {
-            DeviceKind::Cuda(cuda) => cuda.free_mapped(self.host),
+            // SAFETY: from `allocate_mapped`, and nobody has it any more.
+            DeviceKind::Cuda(cuda) => unsafe { cuda.free_mapped(self.host) },
             DeviceKind::Emulator(emulator) => emulator.free(self.device),
         }
     }

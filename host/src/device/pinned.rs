@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut};
 
-use super::{Buffer, Device, DeviceKind};
+use super::{Buffer, Device, DeviceKind, bytes_of, is_within};
 use crate::Error;
 
 /// Pinned host memory of `len` elements that the device reaches too.
@@ -33,7 +33,7 @@ impl Device {
     /// Not enough pinnable memory.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<Pinned<T>, Error> {
         self.refuse_while_recording("an allocation")?;
-        let bytes = (len * size_of::<T>()).max(16);
+        let bytes = bytes_of::<T>(len);
         let (host, address) = match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
             DeviceKind::Emulator(emulator) => {
@@ -132,7 +132,8 @@ impl<T: Pod> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
         match &*self.device.0 {
-            DeviceKind::Cuda(cuda) => cuda.free_mapped(self.host),
+            // SAFETY: from `allocate_mapped`, and nobody has it any more.
+            DeviceKind::Cuda(cuda) => unsafe { cuda.free_mapped(self.host) },
             DeviceKind::Emulator(emulator) => emulator.free(self.address),
         }
     }
@@ -152,7 +153,7 @@ impl<T: Pod> Buffer<T> {
     /// # Panics
     /// If the range does not fit: a bug of the caller.
     pub unsafe fn copy_from_pinned(&mut self, at: usize, from: &Pinned<T>) -> Result<(), Error> {
-        assert!(at + from.len <= self.len, "copy of {} at {at} into {}", from.len, self.len);
+        assert!(is_within(at, from.len, self.len), "copy of {} at {at} into {}", from.len, self.len);
         let to = self.address + (at * size_of::<T>()) as u64;
         // SAFETY: in bounds; the caller's word for the rest.
         unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
@@ -185,7 +186,7 @@ impl<T: Pod> Buffer<T> {
     /// # Panics
     /// If the range does not fit: a bug of the caller.
     pub unsafe fn copy_to_pinned(&self, at: usize, to: &mut Pinned<T>) -> Result<(), Error> {
-        assert!(at + to.len <= self.len, "copy of {} at {at} from {}", to.len, self.len);
+        assert!(is_within(at, to.len, self.len), "copy of {} at {at} from {}", to.len, self.len);
         let from = self.address + (at * size_of::<T>()) as u64;
         // SAFETY: in bounds; the caller's word for the rest.
         unsafe { self.device.copy(to.address, from, to.len * size_of::<T>()) }

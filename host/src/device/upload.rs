@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-use super::{Buffer, Device, Marker, Pinned};
+use super::{Buffer, Device, Marker, Pinned, is_within};
 use crate::Error;
 
 /// Bytes that a thread fills at a time, or a unit of its region if that is more: a copy costs the driver microseconds,
@@ -75,7 +75,7 @@ impl<T: Pod> Buffer<T> {
     /// # Panics
     /// If the range does not fit: a bug of the caller.
     pub fn region(&self, at: usize, len: usize) -> Region {
-        assert!(at + len <= self.len, "region of {len} at {at} in {}", self.len);
+        assert!(is_within(at, len, self.len), "region of {len} at {at} in {}", self.len);
         Region { address: self.address + (at * size_of::<T>()) as u64, bytes: len * size_of::<T>(), unit: 1 }
     }
 }

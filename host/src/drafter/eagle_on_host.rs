@@ -55,7 +55,7 @@ impl EagleOnHost {
 
     /// Numbers of a token's hidden states.
     fn states_len(&self) -> usize {
-        3 * self.head.head().config.hidden_size
+        3 * self.head.head().config.plan.hidden
     }
 
     /// Tokens whose hidden states wait.

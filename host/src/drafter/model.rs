@@ -199,12 +199,15 @@ impl ModelDrafter {
         same.saturating_sub(1)
     }
 
-    /// Of a head, enqueues passes over the rows of `count` tokens of a `prompt` from `at` on, whose hidden states are
-    /// there when they run: the last token of the prompt has no row yet.
+    /// Of a head, enqueues passes over the rows of `count` tokens of a `prompt` from `at` on: the last token of the
+    /// prompt has no row yet.
+    ///
+    /// # Safety
+    /// When they run, the state's history holds the prompt, and `states` the hidden states of these tokens.
     ///
     /// # Errors
     /// A refused launch.
-    pub(crate) fn read_along(
+    pub(crate) unsafe fn read_along(
         &mut self,
         state: SequenceState,
         states: States,
@@ -213,14 +216,14 @@ impl ModelDrafter {
         count: usize,
     ) -> Result<(), Error> {
         let end = (at + count).min(prompt.len() - 1);
-        // SAFETY: the history has a token more than there are rows.
+        // SAFETY: the caller's word: the history has a token more than there are rows.
         let history = unsafe { state.history.at(1) };
         // The token of a row is one further on.
         let state = SequenceState { history, ..state };
         for start in (at..end).step_by(MAX_ROWS as usize) {
             let count = (end - start).min(MAX_ROWS as usize);
             let plan = PlanPrompt { rows: self.forward.rows(), state, start: start as u32, count: count as u32 };
-            // SAFETY: the history holds the prompt, and the rows have room; the states are there by the caller's word.
+            // SAFETY: the caller's word for history and states; the rows have room.
             unsafe {
                 self.forward.device().launch::<step::plan_prompt>(1, 0, plan)?;
                 let pass = self.pass(count as u32, (start + count) as u32, RowOutput::None);
@@ -270,8 +273,7 @@ impl ModelDrafter {
             return Ok(());
         }
         let params = self.ngram.params(at, self.draft.match_settings(), to);
-        // SAFETY: the history is good by the word of whoever made the plan; the others are buffers of self and of the
-        // proposals.
+        // SAFETY: the history is as `Between` says; the others are buffers of self and of the proposals.
         unsafe { self.ngram.enqueue(at.device(), length, params) }
     }
 
@@ -303,8 +305,7 @@ impl ModelDrafter {
                 },
             },
         };
-        // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
-        // parameter block says.
+        // SAFETY: the state is as `Between` says; the others are buffers, sized as the parameter block says.
         unsafe { at.device().launch::<draft_model::plan_draft>(1, 0, plan) }
     }
 
@@ -348,7 +349,7 @@ impl ModelDrafter {
             branches: self.draft.branches,
             max_length: at.accept.max_length,
         };
-        // SAFETY: the plan's addresses are good by the word of whoever made it; the others are buffers of self.
+        // SAFETY: the plan's addresses are as `Between` says; the others are buffers of self.
         unsafe { at.device().launch::<tree::plan_tree>(1, 0, plan) }
     }
 

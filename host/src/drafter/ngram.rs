@@ -151,8 +151,8 @@ impl Drafter<OnDevice> for NgramDrafter {
         if fits && ngram::together::<i32>(1, at.length, device.sms()) {
             let plan = PlanDecode { cost, ..at.plan };
             let all = AcceptAndDraft { accept: at.accept, draft, plan, settled: at.settled };
-            // SAFETY: whoever has made acceptance and plan says that their addresses are good; the others are buffers
-            // of self and of the proposals, sized as the parameter block says.
+            // SAFETY: acceptance and plan are as `Between` says; the others are buffers of self and of the proposals,
+            // sized as the parameter block says.
             return unsafe { device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all) };
         }
         at.enqueue_accept()?;

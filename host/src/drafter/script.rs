@@ -53,8 +53,7 @@ impl Drafter<OnDevice> for ScriptDrafter {
             most: self.most,
             max_length: self.max_length,
         };
-        // SAFETY: the state is good by the word of whoever made the plan; the others are buffers, sized as the
-        // parameter block says.
+        // SAFETY: the state is as `Between` says; the others are buffers, sized as the parameter block says.
         unsafe { (self.launch)(at.device(), 1, 0, proposal)? };
         at.enqueue_plan(self.cost)
     }

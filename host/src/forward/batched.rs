@@ -9,7 +9,7 @@ use gpu_kernels::gemm::Gemm;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::stream::StreamMatrix;
-use model::plan::{self, Epilogue, Input, Operator};
+use model::plan::{self, Epilogue, Input, LayerPlan, Operator};
 
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
 use crate::Error;
@@ -119,9 +119,10 @@ impl Forward {
         if grid == 0 {
             return Ok(false);
         }
-        let c = &self.config;
-        let inputs =
-            [(&self.scaled, c.hidden_size), (&self.attended, c.query_size()), (&self.activation, c.intermediate_size)];
+        let (c, LayerPlan { hidden, attention, .. }) = (&self.config, self.config.plan);
+        let (q_size, inner) = (attention.query_size(), c.plan.activation_size());
+        let (q_heads, kv_heads) = (attention.query_heads as u32, attention.key_value_heads);
+        let inputs = [(&self.scaled, hidden), (&self.attended, q_size), (&self.activation, inner)];
         let matrix = |(buffer, columns): (&Buffer<half::bf16>, usize), tile_rows| {
             Matrix::dense(buffer.ptr().addr(), self.room.rows as u64, columns as u64, tile_rows)
         };
@@ -132,13 +133,12 @@ impl Forward {
         let pages = self.cache.pages();
         let packed = PackedPages {
             pages: self.device.zeroed(pages)?,
-            forms: self.device.zeroed(c.num_hidden_layers * pages * c.num_key_value_heads)?,
+            forms: self.device.zeroed(c.num_hidden_layers * pages * kv_heads)?,
         };
         let phases = |program, head| self.phases(grid, &maps, &packed, program, head);
         let kinds = phases(PROGRAMS[0], PhaseKind::Best).iter().map(|phase| phase.kind).collect();
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
         let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
-        let kv_heads = c.num_key_value_heads;
         let attend_grid = self.device.sms();
         let sharers = grid.max(BatchedStep::ATTEND_WARPS * attend_grid);
         let partials = TILE_ROWS.map(|rows| BatchedStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
@@ -151,20 +151,16 @@ impl Forward {
             kinds,
             trace: None,
             partials: self.device.zeroed(partials)?,
-            arrivals: self.device.zeroed(BatchedStep::arrivals_len(grid, c.num_attention_heads as u32))?,
+            arrivals: self.device.zeroed(BatchedStep::arrivals_len(grid, q_heads))?,
             items: self.device.zeroed(BatchedStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MAX_BATCHED_ROWS as usize)?,
             many: Many {
                 from: self.device.capabilities().tuning().gemm_rows,
-                out: self.device.tensor_maps(&[gemm::out(
-                    self.activation.ptr(),
-                    self.room.rows,
-                    c.intermediate_size,
-                )])?,
-                spans: self.device.zeroed(self.room.rows * c.hidden_size / SPAN as usize)?,
+                out: self.device.tensor_maps(&[gemm::out(self.activation.ptr(), self.room.rows, inner)])?,
+                spans: self.device.zeroed(self.room.rows * hidden / SPAN as usize)?,
                 attend_grid,
                 assignments: self.device.zeroed(4 * sharers as usize)?,
-                arrivals: self.device.zeroed(BatchedStep::arrivals_len(attend_grid, c.num_attention_heads as u32))?,
+                arrivals: self.device.zeroed(BatchedStep::arrivals_len(attend_grid, q_heads))?,
                 beside: gemm::Beside::new(&self.device)?,
             },
         });
@@ -219,7 +215,8 @@ impl Forward {
             forms: batched.packed.forms.ptr_mut(),
             page_count: self.cache.pages() as u32,
         };
-        let grid = (self.config.num_key_value_heads as u32, self.config.num_hidden_layers as u32, count as u32);
+        let heads = self.config.plan.attention.key_value_heads as u32;
+        let grid = (heads, self.config.num_hidden_layers as u32, count as u32);
         // SAFETY: the cache and its forms, sized as the parameter block says; the list is the caller's.
         unsafe { self.device.launch::<K>(grid, PackPages::SHARED_BYTES, params) }
     }
@@ -315,7 +312,7 @@ impl Forward {
         };
         let mut phases = vec![Phase { norm: w.layers[0].input_norm.ptr(), ..Phase::new(PhaseKind::Embed) }];
         for (i, layer) in w.layers.iter().enumerate() {
-            phases.extend(c.layer_plan().operators().filter_map(|operator| match operator {
+            phases.extend(c.plan.operators().filter_map(|operator| match operator {
                 Operator::Gemm(gemm) => Some(match gemm.epilogue {
                     Epilogue::Write { .. } => {
                         Phase { y: self.qkv.ptr_mut(), norm: w.bias(i, &gemm), ..product(PhaseKind::Write, i, &gemm) }
@@ -335,7 +332,7 @@ impl Forward {
                 }),
             }));
         }
-        debug_assert_eq!(phases.len(), 1 + LAYER_PHASES * w.layers.len());
+        assert_eq!(phases.len(), 1 + LAYER_PHASES * w.layers.len());
         phases.push(Phase { y: self.logits.ptr_mut(), ..product(head, w.layers.len(), &c.head()) });
         phases
     }
@@ -464,7 +461,7 @@ impl Forward {
             n_tiles,
             out,
             y: self.qkv.ptr_mut(),
-            norm: Norm { squares: residual.spans.read(), dim: c.hidden_size as u32, eps: c.rms_norm_eps },
+            norm: Norm { squares: residual.spans.read(), dim: c.plan.hidden as u32, eps: c.rms_norm_eps },
             bias: w.bias(layer, gemm),
             heads: Default::default(),
             residual,
@@ -497,7 +494,7 @@ impl Forward {
         let last = w.layers.len() - 1;
         for i in 0..=last {
             w.make_layer(d, i)?;
-            for operator in c.layer_plan().operators() {
+            for operator in c.plan.operators() {
                 match operator {
                     Operator::Gemm(gemm) if let Some(coded) = &self.coded => {
                         // SAFETY: likewise.
@@ -537,7 +534,7 @@ impl Forward {
         let zeroes = self.coded.is_some() && layer + 1 == self.config.num_hidden_layers;
         let best = if zeroes { step.best } else { Default::default() };
         let step = BatchedStep { assignments, is_scheduled, best, ..step };
-        let group = (c.num_attention_heads / c.num_key_value_heads) as u32;
+        let group = c.plan.attention.group() as u32;
         if tiles.count < pass.most_rows || group > BatchedStep::ATTEND_PAIRS {
             // Several rows of a sequence, or more query heads than that kernel takes.
             return self.launch_batched(of, pass, step);

@@ -4,6 +4,7 @@ use gpu_kernels::attention;
 use gpu_kernels::kv::{self, HEAD_DIM};
 use gpu_kernels::step::MAX_ROWS;
 use model::Config;
+use model::plan::LayerPlan;
 
 use super::coded::Coded;
 use crate::Error;
@@ -89,15 +90,15 @@ impl Footprint {
     /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
     pub fn of_room(config: &Config, room: &Capacity, prefill: Option<usize>) -> Self {
         let rows = room.rows;
-        let q = config.query_size();
-        let activations = rows * (config.hidden_size * 6 + config.hidden_size / 4 + config.qkv_size() * 4 + q * 4);
-        let partial = rows * config.num_attention_heads * room.splits() * (HEAD_DIM as usize + 2) * 4;
+        let LayerPlan { hidden, attention, .. } = config.plan;
+        let activations = rows * (hidden * 6 + hidden / 4 + attention.qkv_size() * 4 + attention.query_size() * 4);
+        let partial = rows * attention.query_heads * room.splits() * (HEAD_DIM as usize + 2) * 4;
         let working = room.pages * KvCache::page_bytes(config)
             + room.context * HEAD_DIM as usize * 4
             + room.sequences * pages(room.context) * 4
             + partial
             + activations
-            + rows * (config.intermediate_size * 2 + config.vocab_size * 4);
+            + rows * (config.plan.activation_size() * 2 + config.vocab_size * 4);
         let of_prompts = prefill.map_or(0, |rows| Prefill::bytes(config, rows));
         let codes = prefill.map_or(0, |rows| Prefill::code_bytes(config, rows));
         Self {

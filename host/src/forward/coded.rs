@@ -8,7 +8,7 @@ use gpu_kernels::linear::{Linear, N_TILE};
 use gpu_kernels::norm::Residual;
 use half::bf16;
 use model::Config;
-use model::plan::{self, Input};
+use model::plan::{self, Input, LayerPlan};
 
 use super::{Forward, Pass};
 use crate::Error;
@@ -34,18 +34,19 @@ impl Coded {
 
     /// Bytes that a pass over so many rows takes more than one of bf16.
     pub fn bytes(config: &Config, rows: usize) -> u64 {
-        let (whole, hidden) = (Self::rows(rows), config.hidden_size);
-        let written = hidden * 6 + hidden / N_TILE as usize * 4 + config.qkv_size() * 4 + config.intermediate_size * 2;
+        let (whole, LayerPlan { hidden, attention, .. }) = (Self::rows(rows), config.plan);
+        let of_gemms = attention.qkv_size() * 4 + config.plan.activation_size() * 2;
+        let written = hidden * 6 + hidden / N_TILE as usize * 4 + of_gemms;
         let own = (whole - rows) * written + whole * hidden / SPAN as usize * 4 + rows * hidden * 2;
         own as u64 + Activations::bytes(config, rows)
     }
 
     /// For passes over up to so many rows, whose `activation` is this.
     pub fn new(device: &Device, config: &Config, rows: usize, activation: &Buffer<bf16>) -> Result<Self, Error> {
-        let hidden = config.hidden_size;
+        let hidden = config.plan.hidden;
         Ok(Self {
             activations: Activations::new(device, config, rows)?,
-            out: device.tensor_maps(&[gemm::out(activation.ptr(), Self::rows(rows), config.intermediate_size)])?,
+            out: device.tensor_maps(&[gemm::out(activation.ptr(), Self::rows(rows), config.plan.activation_size())])?,
             spans: device.zeroed(Self::rows(rows) * hidden / SPAN as usize)?,
             for_head: device.zeroed(rows * hidden)?,
         })

@@ -5,14 +5,13 @@ use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::{self, N_TILE};
 use half::bf16;
 use model::Config;
-use model::plan::Matrix;
+use model::plan::{LayerPlan, Matrix};
 
 use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
-use crate::e4m3::E4m3;
-use crate::stream::{chunks, n_tiles};
-use crate::weights::{Compact, DeviceLayer, DeviceWeights};
+use crate::stream::n_tiles;
+use crate::weights::{DeviceLayer, DeviceWeights};
 
 impl Forward {
     /// What [`check`](Self::check) asks for, in words.
@@ -25,20 +24,17 @@ impl Forward {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn check(config: &Config) -> Result<(), Error> {
-        let (q_heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let (plan, attention) = (config.plan, config.plan.attention);
+        let (q_heads, kv_heads) = (attention.query_heads, attention.key_value_heads);
         let group = q_heads.checked_div(kv_heads).unwrap_or(0);
         let chunk = 2 * linear::SLICE as usize;
         // Kernels count in 32 bits.
-        let largest = config.vocab_size.max(config.hidden_size).max(config.intermediate_size).max(config.qkv_size());
+        let largest = config.vocab_size.max(plan.hidden).max(plan.activation_size()).max(attention.qkv_size());
         let is_size = |size: usize| size > 0 && size.is_multiple_of(chunk);
         for (ok, what, found) in [
-            (config.head_dim == HEAD_DIM as usize, "a head size of 128", config.head_dim),
-            (is_size(config.hidden_size), "a hidden size that is a multiple of 128", config.hidden_size),
-            (
-                is_size(config.intermediate_size),
-                "an intermediate size that is a multiple of 128",
-                config.intermediate_size,
-            ),
+            (attention.head_dim == HEAD_DIM as usize, "a head size of 128", attention.head_dim),
+            (is_size(plan.hidden), "a hidden size that is a multiple of 128", plan.hidden),
+            (is_size(plan.activation_size()), "an intermediate size that is a multiple of 128", plan.activation_size()),
             (group > 0 && group * kv_heads == q_heads, "as many query heads for each key-value head", q_heads),
             (group <= attention::PAIRS as usize, "at most 16 query heads for a key-value head", group),
             (config.num_hidden_layers > 0, "a layer", config.num_hidden_layers),
@@ -65,7 +61,8 @@ pub(super) fn check_weights(
     times: usize,
 ) -> Result<(), Error> {
     let DeviceWeights { embed, layers, norm, stream, compact } = weights;
-    let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+    let LayerPlan { hidden, attention, .. } = config.plan;
+    let head_dim = attention.head_dim;
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
         let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
         if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
@@ -108,38 +105,27 @@ pub(super) fn check_weights(
         ] {
             check(what, weight, expected)?;
         }
-        optional("bias of the projections", qkv_bias, if config.traits.qkv_bias { config.qkv_size() } else { 0 })?;
+        let biases = if attention.traits.qkv_bias { attention.qkv_size() } else { 0 };
+        optional("bias of the projections", qkv_bias, biases)?;
     }
-    let (what, found, expected) = match compact {
-        Compact::None => return Ok(()),
-        Compact::Quantized(codes) => ("codes", codes.bytes(), codes.coding().bytes_of(config, device.sms())),
-        Compact::E4m3(codes) => ("codes in e4m3", codes.bytes(), E4m3::bytes_of(config, device.sms())),
-        Compact::Packed(packed) => {
-            let matrices = stream.matrices().iter().take(config.gemms().count());
-            let chunks = chunks(matrices.map(|matrix| (matrix.n_tiles, matrix.k)), device.sms());
-            ("chunks of packed matrices", packed.chunks(), chunks)
-        }
-    };
-    let (found, expected) = (found as usize, expected as usize);
-    if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
+    compact.check(device, config, stream)
 }
 
 #[cfg(test)]
 mod tests {
+    use model::format::Code;
+
     use super::*;
 
     fn small() -> Config {
         let shape = Config::published("0.6B").unwrap();
-        let (heads, kv_heads) = (2, 1);
-        Config {
-            vocab_size: 64,
-            hidden_size: 128,
-            intermediate_size: 256,
-            num_hidden_layers: 2,
-            num_attention_heads: heads,
-            num_key_value_heads: kv_heads,
-            ..shape
-        }
+        resized(&Config { vocab_size: 64, num_hidden_layers: 2, ..shape }, 128, 256, (2, 1))
+    }
+
+    fn resized(config: &Config, hidden: usize, intermediate: usize, heads: (usize, usize)) -> Config {
+        let mut config = config.clone();
+        config.plan.resize(hidden, intermediate, heads);
+        config
     }
 
     /// What is said of weights of one config that are given out for another's.
@@ -156,8 +142,8 @@ mod tests {
         for (other, what) in [
             (Config { vocab_size: 65, ..config.clone() }, "embedding has 8192 elements"),
             (Config { num_hidden_layers: 3, ..config.clone() }, "layers"),
-            (Config { intermediate_size: 384, ..config.clone() }, "gate and up projections"),
-            (Config { num_attention_heads: 3, ..config.clone() }, "projection of queries"),
+            (resized(&config, 128, 384, (2, 1)), "gate and up projections"),
+            (resized(&config, 128, 256, (3, 1)), "projection of queries"),
         ] {
             let error = refused(&config, &other);
             assert!(error.contains(what), "{error}");
@@ -165,17 +151,23 @@ mod tests {
         let weights = DeviceWeights::random(&config, &Device::emulator(0)).unwrap();
         let error = Forward::new(&Device::emulator(0), &config, weights, 16).err().unwrap().to_string();
         assert!(error.contains("embedding has 0 elements"), "of another card: {error}");
+        // The codes alone are of another card.
+        let coded = |device| DeviceWeights::random_as(&config, device, Some(Code::Int4)).unwrap();
+        let device = Device::emulator(0);
+        let weights = DeviceWeights { compact: coded(&Device::emulator(0)).compact, ..coded(&device) };
+        let error = Forward::new(&device, &config, weights, 16).err().unwrap().to_string();
+        assert!(error.contains("codes has 0 elements"), "{error}");
     }
 
     #[test]
     fn shapes_that_nobody_checked_are_refused() {
         let config = small();
         for (other, what) in [
-            (Config { num_key_value_heads: 0, ..config.clone() }, "query heads"),
-            (Config { num_attention_heads: 5, num_key_value_heads: 2, ..config.clone() }, "query heads"),
-            (Config { hidden_size: 0, ..config.clone() }, "hidden size"),
+            (resized(&config, 128, 256, (2, 0)), "query heads"),
+            (resized(&config, 128, 256, (5, 2)), "query heads"),
+            (resized(&config, 0, 256, (2, 1)), "hidden size"),
             (Config { num_hidden_layers: 0, ..config.clone() }, "a layer"),
-            (Config { intermediate_size: 1 << 30, ..config.clone() }, "below 2^30"),
+            (resized(&config, 128, 1 << 30, (2, 1)), "below 2^30"),
         ] {
             let error = refused(&config, &other);
             assert!(error.contains(what), "{error}");

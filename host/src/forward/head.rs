@@ -98,10 +98,10 @@ impl HeadWeights {
     /// What a head takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
     /// not.
     pub(crate) fn footprint(head: &EagleHead, capacity: usize, has_prefill: bool) -> Footprint {
-        let (config, hidden) = (Self::config_of(head), head.config.hidden_size);
+        let (config, hidden) = (Self::config_of(head), head.config.plan.hidden);
         let Footprint { weights, working, .. } = Footprint::of(&config, capacity, false);
         let own = if head.weights().embed.is_some() { head.config.vocab_size * hidden } else { 0 };
-        let more = STATES as usize * hidden * hidden + config.qkv_size() * hidden + own;
+        let more = STATES as usize * hidden * hidden + config.plan.attention.qkv_size() * hidden + own;
         let prompt_rows = if has_prefill { prefill::rows(capacity) } else { MAX_ROWS as usize };
         let rows = (MAX_ROWS as usize * hidden * 14) as u64 + Forward::states_bytes(prompt_rows, hidden);
         Footprint { weights: weights + 2 * more as u64, working: working + rows, of_e4m3: 0 }
@@ -110,7 +110,7 @@ impl HeadWeights {
     /// Bytes beside its weights that a batch of so many sequences of up to `context` tokens takes, with so many pages.
     pub(crate) fn batch_bytes(&self, context: usize, sequences: usize, pages: usize) -> u64 {
         let room = Capacity::batch(context, sequences, pages, MAX_ROWS as usize);
-        let of_rows = room.rows * self.config.hidden_size * 14 + sequences * self.config.hidden_size * 4;
+        let of_rows = (room.rows * 14 + sequences * 4) * self.config.plan.hidden;
         Footprint::of_room(&self.config, &room, None).working + of_rows as u64
     }
 
@@ -120,7 +120,7 @@ impl HeadWeights {
             let (n_tiles, k) = n_tiles(&gemm);
             (n_tiles, if gemm.matrix == Matrix::Qkv { 2 * k } else { k })
         });
-        let hidden = config.hidden_size as u32;
+        let hidden = config.plan.hidden as u32;
         Stream::new(device, of_layer.chain([(hidden.div_ceil(N_TILE), STATES * hidden)]))
     }
 
@@ -134,7 +134,7 @@ impl HeadWeights {
             |tensors: &[Tensor<'_>]| device.upload(&tensors.iter().flat_map(Tensor::to_bf16).collect::<Vec<_>>());
         let w = head.weights();
         let EagleWeights { embed, fc, input_norm, hidden_norm, qkv, o, post_attention_norm, .. } = w;
-        let ones = || device.upload(&vec![bf16::ONE; head.config.head_dim]);
+        let ones = || device.upload(&vec![bf16::ONE; head.config.plan.attention.head_dim]);
         let layer = DeviceLayer {
             input_norm: copy(&[input_norm])?,
             qkv_bias: None,
@@ -144,10 +144,11 @@ impl HeadWeights {
         };
         let config = Self::config_of(head);
         let embed_of_head = copy(&[w.head])?;
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let (hidden, inner) = (config.plan.hidden, config.plan.activation_size());
         let stream = Self::stream(&config, device)?;
+        let heads = config.plan.attention.qkv_size();
         let matrices: [(&[Tensor<'_>], usize); 5] =
-            [(&qkv, config.qkv_size()), (&[o], hidden), (&w.gate_up, inner), (&[w.down], hidden), (&[fc], hidden)];
+            [(&qkv, heads), (&[o], hidden), (&w.gate_up, inner), (&[w.down], hidden), (&[fc], hidden)];
         let packs = Self::packs(device, &stream)?;
         let mut samples = Vec::new();
         let mut sample = |number: usize, weights: &Buffer<bf16>| {
@@ -223,10 +224,18 @@ impl Forward {
     /// is to live as long. Of one sequence pages lie in order; of several their tables are for the caller to fill in.
     ///
     /// # Errors
-    /// As [`with_room`](Self::with_room).
+    /// As [`with_room`](Self::with_room); [`Error::Weights`] if the head is for another model.
     pub(crate) fn of_head(head: HeadWeights, model: &Self, room: Capacity) -> Result<Self, Error> {
         let HeadWeights { config, weights, vocab, inputs, .. } = head;
-        let (device, hidden, rows) = (model.device.clone(), config.hidden_size, room.rows);
+        let (device, hidden, rows) = (model.device.clone(), config.plan.hidden, room.rows);
+        for (what, found, expected) in [
+            ("hidden state of the head's model", hidden, model.config.plan.hidden),
+            ("vocabulary of the head's model", vocab as usize, model.config.vocab_size),
+        ] {
+            if found != expected {
+                return Err(Error::Weights { what, found, expected });
+            }
+        }
         let pairs = Pairs {
             table: inputs.embed.as_ref().unwrap_or(&model.weights.embed).ptr(),
             vocab,
@@ -262,7 +271,7 @@ impl Forward {
         self.check_room(most_rows as usize, pass.end as usize);
         output.check(most_rows as usize);
         let pairs = self.pairs.as_ref().expect("a head");
-        let (c, dim) = (&self.config, self.config.hidden_size as u32);
+        let (c, dim) = (&self.config, self.config.plan.hidden as u32);
         let is_whole = most_rows <= MAX_DECODE_ROWS && output == RowOutput::LogitsFrom(0);
         let decode = self.decode().filter(|_| is_whole);
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
@@ -309,7 +318,7 @@ impl Forward {
     /// As [`enqueue_head_pass`](Self::enqueue_head_pass).
     unsafe fn enqueue_fc(&self, pairs: &Pairs, pass: &Pass, from: States) -> Result<Global<f32>, Error> {
         let gather = GatherStates { rows: pass.rows, from, to: pairs.gathered.ptr_mut() };
-        let n = self.config.hidden_size as u32;
+        let n = self.config.plan.hidden as u32;
         let fc = Linear {
             rows: pass.rows,
             x: pairs.gathered.ptr(),

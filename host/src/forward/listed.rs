@@ -32,8 +32,10 @@ pub struct ListedRows {
     end: u32,
     /// Whether the rows of each sequence lie together, and follow each other.
     in_order: bool,
-    /// What they were checked for.
+    /// What they were checked for: this room,
     room: Capacity,
+    /// and tiles of at most so many rows.
+    tile_rows: usize,
 }
 
 impl ListedRows {
@@ -69,17 +71,23 @@ impl Forward {
             assert!(fits, "{row:?}, of {} tokens, and {room:?}", config.vocab_size);
         }
         let column = |of: fn(&Row) -> u32| device.upload(&rows.iter().map(of).collect::<Vec<_>>());
-        let most = Attend::tile_rows((config.num_attention_heads / config.num_key_value_heads) as u32) as usize;
+        let tile_rows = self.tile_rows();
         Ok(ListedRows {
             count: device.upload(&[rows.len() as u32])?,
             tokens: column(|row| row.token)?,
             positions: column(|row| row.position)?,
             sequences: column(|row| row.sequence)?,
-            tiles: device.upload(&tiles(rows, most).concat())?,
+            tiles: device.upload(&tiles(rows, tile_rows).concat())?,
             end: rows.iter().map(|row| row.position + 1).max().unwrap_or(0),
             in_order: are_in_order(rows),
             room,
+            tile_rows,
         })
+    }
+
+    /// Most rows of a tile of attention.
+    fn tile_rows(&self) -> usize {
+        Attend::tile_rows(self.config.plan.attention.group() as u32) as usize
     }
 
     /// [`enqueue_rows`](Self::enqueue_rows), of rows that were [listed](Self::list_rows).
@@ -88,7 +96,8 @@ impl Forward {
     /// A refused launch.
     ///
     /// # Panics
-    /// If they were listed on another device or for another room, or `output` is of other rows: a bug of the caller.
+    /// If they were listed on another device, for another room or for a model with other heads, or `output` is of other
+    /// rows: a bug of the caller.
     pub fn enqueue_listed(&self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
         let pass = self.listed_pass(listed, output);
         // SAFETY: the lists were checked for this room, and nobody could write to them since; what frees them waits for
@@ -112,7 +121,8 @@ impl Forward {
 
     /// The pass over rows that were listed.
     fn listed_pass(&self, listed: &ListedRows, output: RowOutput) -> Pass {
-        let fits = listed.room == self.room && listed.count.device().is_same_card(&self.device);
+        let is_here = listed.count.device().is_same_card(&self.device);
+        let fits = listed.room == self.room && listed.tile_rows == self.tile_rows() && is_here;
         assert!(fits, "rows that were listed for {:?}", listed.room);
         Pass {
             rows: Rows {

@@ -45,7 +45,7 @@ impl Forward {
     /// # Panics
     /// If it was not prepared, or there is no room for such rows: a bug of the caller.
     pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
-        self.check_room(0, start + count);
+        self.check_room(0, start.saturating_add(count));
         output.check(count);
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, cache, cos, sin, prefill, states, .. } = self;
@@ -110,7 +110,7 @@ impl Forward {
     /// If there was none, or none has so many rows, or there is no room for so many logits: a bug of the caller.
     pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
         let most = self.prefill().expect("prepared").capacity();
-        assert!(first + count as usize <= most, "{count} rows from {first} on, of {most}");
+        assert!(first.saturating_add(count as usize) <= most, "{count} rows from {first} on, of {most}");
         // SAFETY: there are such rows, and the lists are of self.
         unsafe { self.enqueue_picks(Global::default(), first as u32, self.rows(), count) }
     }

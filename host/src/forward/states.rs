@@ -88,7 +88,7 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub(crate) fn keep_states_of(&mut self, after: [usize; 3], [sequences, slots]: [usize; 2]) -> Result<(), Error> {
-        let hidden = self.config.hidden_size;
+        let hidden = self.config.plan.hidden;
         let states = self.device.zeroed(sequences * slots * STATES as usize * hidden)?;
         let [slots, dim, sequences] = [slots, hidden, sequences].map(|count| count as u32);
         self.states = Some(HiddenStates { after, states, slots, dim, sequences, wanted: false });
@@ -157,15 +157,9 @@ mod tests {
 
     #[test]
     fn one_launch_and_many_leave_the_same() {
-        let config = Config {
-            vocab_size: 64,
-            hidden_size: 128,
-            intermediate_size: 256,
-            num_hidden_layers: 3,
-            num_attention_heads: 2,
-            num_key_value_heads: 1,
-            ..Config::published("0.6B").unwrap()
-        };
+        let shape = Config::published("0.6B").unwrap();
+        let mut config = Config { vocab_size: 64, num_hidden_layers: 3, ..shape };
+        config.plan.resize(128, 256, (2, 1));
         let device = Device::emulator(0);
         let weights = DeviceWeights::random(&config, &device).unwrap();
         let mut forward = Forward::new(&device, &config, weights, 192).unwrap();

@@ -114,16 +114,10 @@ mod tests {
     #[test]
     fn rows_of_a_tree_have_the_bits_of_their_paths() {
         // Where the tree begins in a warp's keys, a page and a split.
-        for (root, q_heads, kv_heads, rows) in [(60, 2, 1, 8), (350, 8, 2, MAX_DECODE_ROWS)] {
-            let config = Config {
-                vocab_size: VOCAB as usize,
-                hidden_size: 128,
-                intermediate_size: 256,
-                num_hidden_layers: 2,
-                num_attention_heads: q_heads,
-                num_key_value_heads: kv_heads,
-                ..Config::published("0.6B").unwrap()
-            };
+        for (root, heads, rows) in [(60, (2, 1), 8), (350, (8, 2), MAX_DECODE_ROWS)] {
+            let shape = Config::published("0.6B").unwrap();
+            let mut config = Config { vocab_size: VOCAB as usize, num_hidden_layers: 2, ..shape };
+            config.plan.resize(128, 256, heads);
             let device = Device::emulator(root as u64);
             let weights = DeviceWeights::random(&config, &device).unwrap();
             let mut forward = Forward::new(&device, &config, weights, 384).unwrap();

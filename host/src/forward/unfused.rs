@@ -61,7 +61,7 @@ impl Forward {
     /// As [`Device::launch`].
     unsafe fn launch_norm(&self, most_rows: u32, weight: &Buffer<bf16>) -> Result<(), Error> {
         let Some(launch) = self.apart.norms else { return Ok(()) };
-        let (dim, eps) = (self.config.hidden_size as u32, self.config.rms_norm_eps);
+        let (dim, eps) = (self.config.plan.hidden as u32, self.config.rms_norm_eps);
         let (rows, x, y) = (self.rows(), self.residual.ptr(), self.scaled.ptr_mut());
         let norm = RmsNorm { rows, x, weight: weight.ptr(), y, dim, eps };
         // SAFETY: the caller's word.
@@ -99,7 +99,7 @@ impl Forward {
     /// As [`Device::launch`]; the residual stream of the rows is there.
     pub(super) unsafe fn enqueue_layers(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, output, .. } = *pass;
-        let (d, plan) = (&self.device, self.config.layer_plan());
+        let (d, plan) = (&self.device, self.config.plan);
         // SAFETY: the caller's word.
         unsafe {
             for i in 0..self.config.num_hidden_layers {

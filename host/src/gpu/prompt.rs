@@ -62,28 +62,30 @@ impl Gpu {
     fn read_along(&mut self, prompt: &[u32], at: usize, count: usize) -> Result<(), Error> {
         let state = self.state();
         match (&mut self.model, self.forward.states()) {
-            (Some(head), Some(states)) => head.read_along(state, states, prompt, at, count),
+            // SAFETY: the history holds the prompt since it was begun; the pass before this leaves the states.
+            (Some(head), Some(states)) => unsafe { head.read_along(state, states, prompt, at, count) },
             _ => Ok(()),
         }
     }
 
-    /// Makes `count` tokens of the history the `rows` of a pass.
-    fn plan(&self, rows: Rows, at: usize, count: usize) -> Result<(), Error> {
+    /// Makes `count` tokens of the history the `rows` of a pass, of which there are `most`.
+    fn plan(&self, (rows, most): (Rows, usize), at: usize, count: usize) -> Result<(), Error> {
+        assert!(count <= most && at + count <= self.history.len(), "{count} rows from {at} on, of {most}");
         let plan = PlanPrompt { rows, state: self.state(), start: at as u32, count: count as u32 };
-        // SAFETY: the history holds the prompt, and callers' rows have room.
+        // SAFETY: the history has so many tokens, and the rows room for them.
         unsafe { self.forward.device().launch::<step::plan_prompt>(1, 0, plan) }
     }
 
     /// Enqueues a pass over at most [`MAX_ROWS`] tokens of the history.
     pub(super) fn enqueue_chunk(&self, at: usize, count: usize, output: RowOutput) -> Result<(), Error> {
-        self.plan(self.forward.rows(), at, count)?;
+        self.plan((self.forward.rows(), MAX_ROWS as usize), at, count)?;
         self.forward.enqueue(count as u32, (at + count) as u32, output)
     }
 
     /// Enqueues a pass over up to [`Prefill::capacity`] tokens of the history.
     pub(super) fn enqueue_prefill(&mut self, at: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         if let Some(prefill) = self.forward.prefill() {
-            self.plan(prefill.rows(), at, count)?;
+            self.plan((prefill.rows(), prefill.capacity()), at, count)?;
         }
         self.forward.enqueue_prefill(at, count, output)
     }
@@ -91,7 +93,7 @@ impl Gpu {
     /// Enqueues the logits of at most [`MAX_ROWS`] rows of the prefill that began at position `at`, from its row
     /// `first` on.
     pub(super) fn enqueue_head(&self, at: usize, first: usize, count: usize) -> Result<(), Error> {
-        self.plan(self.forward.rows(), at + first, count)?;
+        self.plan((self.forward.rows(), MAX_ROWS as usize), at + first, count)?;
         self.forward.enqueue_head(first, count as u32)
     }
 }

@@ -44,14 +44,18 @@ impl DeviceWeights {
         let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(x)).collect();
         // One scale for all, with which codes reach to some three standard deviations.
         let quantized = code.map(|code| {
-            let scale = bf16::from_f32(3.0 * SIGMA / if code == Code::Int4 { 8.0 } else { numbers::LARGEST }).to_f32();
+            let (largest, zero) = match code {
+                Code::Int4 => (8.0, 8),
+                Code::E4m3 => (numbers::LARGEST, 0),
+            };
+            let scale = bf16::from_f32(3.0 * SIGMA / largest).to_f32();
             let value = |x: f32| match code {
                 // There is no negative zero among them.
                 Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
                 Code::E4m3 => numbers::value(numbers::nearest(x / scale)) * scale,
             };
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
-            (pattern, scale, if code == Code::Int4 { 8 } else { 0 })
+            (pattern, scale, zero)
         });
         let form = match code.map(Coding::rounded) {
             Some(coding) => Some(Form::Coded(coding)).filter(|_| coding.is_for(device)),
@@ -74,7 +78,7 @@ impl DeviceWeights {
             Ok::<_, Error>(buffer)
         };
         let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, ..)| pattern);
-        let hidden = config.hidden_size;
+        let hidden = config.plan.hidden;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
         let (stream, mut compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
@@ -106,12 +110,12 @@ impl DeviceWeights {
         let layer = |_| {
             Ok(DeviceLayer {
                 input_norm: ones(hidden)?,
-                qkv_bias: match config.traits.qkv_bias {
-                    true => Some(fill(config.qkv_size(), &pattern)?),
+                qkv_bias: match config.plan.attention.traits.qkv_bias {
+                    true => Some(fill(config.plan.attention.qkv_size(), &pattern)?),
                     false => None,
                 },
-                q_norm: ones(config.head_dim)?,
-                k_norm: ones(config.head_dim)?,
+                q_norm: ones(config.plan.attention.head_dim)?,
+                k_norm: ones(config.plan.attention.head_dim)?,
                 post_attention_norm: ones(hidden)?,
             })
         };

@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::files::Files;
 use super::{Checkpoint, Dtype, EMBEDDING, HEAD, INDEX, SINGLE, Store, Tensor, TensorId};
 use crate::config::{brief, parse_json};
+use crate::plan::LayerPlan;
 use crate::{Config, Error};
 
 /// Architectures of the original form, by the names that its writers give it.
@@ -114,8 +115,8 @@ impl EagleHead {
         if self.config.vocab_size != model.vocab_size {
             return unfit("vocab_size", self.config.vocab_size, model.vocab_size);
         }
-        if self.config.hidden_size != model.hidden_size {
-            return unfit("hidden_size", self.config.hidden_size, model.hidden_size);
+        if self.config.plan.hidden != model.plan.hidden {
+            return unfit("hidden_size", self.config.plan.hidden, model.plan.hidden);
         }
         let layers = model.num_hidden_layers;
         match self.taps {
@@ -209,7 +210,7 @@ impl Settings {
             }
         };
         let target_hidden = fields.get("target_hidden_size").filter(|value| !value.is_null());
-        if let Some(size) = target_hidden.filter(|size| size.as_u64() != Some(config.hidden_size as u64)) {
+        if let Some(size) = target_hidden.filter(|size| size.as_u64() != Some(config.plan.hidden as u64)) {
             const MEND: &str = "a head's hidden size must be its model's; use a head with the same";
             return Err(unsupported("target_hidden_size", size, MEND, path));
         }
@@ -309,7 +310,8 @@ impl Store {
     /// Every weight of a head, its shape checked; there may be no others.
     fn head_weights(&self, settings: &Settings) -> Result<EagleWeights<TensorId>, Error> {
         let c = &settings.config;
-        let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
+        let (LayerPlan { hidden, attention, .. }, inner) = (c.plan, c.plan.activation_size());
+        let [q, kv, _] = attention.projections();
         let layer = if self.has("layers.0.hidden_norm.weight") { "layers.0" } else { "midlayer" };
         let mut known = Vec::new();
         let mut get = |name: String, shape: &[usize]| {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Checkpoint, EMBEDDING, HEAD, HEAD_LAYER, Store, TensorId};
 use crate::format::{Part, Quantization, QuantizedId, Weight, WeightFormat, WeightId, WeightsMode};
-use crate::plan::Matrix;
+use crate::plan::{LayerPlan, Matrix, Traits};
 use crate::{Config, Dtype, Error};
 
 /// Every weight of the model. Matrices are `[outputs, inputs]`, row-major, as PyTorch stores a `Linear`.
@@ -82,7 +82,8 @@ impl Store {
     /// Every weight that `c` calls for, its shape checked, with matrices of the layers as `mode` has them.
     pub(super) fn weight_ids(&self, c: &Config, mode: WeightsMode) -> Result<Weights<WeightId>, Error> {
         self.check_unexpected(c)?;
-        let (hidden, inner, q, kv) = (c.hidden_size, c.intermediate_size, c.query_size(), c.key_value_size());
+        let (LayerPlan { hidden, attention, .. }, inner) = (c.plan, c.plan.activation_size());
+        let [q, kv, _] = attention.projections();
         let tied = c.tie_word_embeddings;
         // Of two that are tied, the one that is stored.
         let embedding = if tied && !self.has(EMBEDDING) && self.has(HEAD) { HEAD } else { EMBEDDING };
@@ -95,18 +96,18 @@ impl Store {
                 let get = |name: &str, shape: &[usize]| tensor(&format!("{name}.weight"), shape);
                 let matrix = |name: &str, shape| self.matrix(c, mode, &format!("model.layers.{i}.{name}"), shape);
                 let bias = |name: &str, n: usize| tensor(&format!("self_attn.{name}.bias"), &[n]);
-                let norm = |name: &str| get(name, &[c.head_dim]);
+                let norm = |name: &str| get(name, &[attention.head_dim]);
                 Ok(LayerWeights {
                     input_norm: get("input_layernorm", &[hidden])?,
                     q: matrix("self_attn.q_proj", [q, hidden])?,
                     k: matrix("self_attn.k_proj", [kv, hidden])?,
                     v: matrix("self_attn.v_proj", [kv, hidden])?,
                     o: matrix("self_attn.o_proj", [hidden, q])?,
-                    qkv_bias: match c.traits.qkv_bias {
+                    qkv_bias: match attention.traits.qkv_bias {
                         true => Some([bias("q_proj", q)?, bias("k_proj", kv)?, bias("v_proj", kv)?]),
                         false => None,
                     },
-                    head_norms: match c.traits.head_norm {
+                    head_norms: match attention.traits.head_norm {
                         true => Some([norm("self_attn.q_norm")?, norm("self_attn.k_norm")?]),
                         false => None,
                     },
@@ -199,8 +200,8 @@ impl Store {
         const BIASES: [&str; 4] =
             ["self_attn.o_proj.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"];
         const HEAD_NORMS: [&str; 2] = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"];
-        let kinds: [(bool, &[&str]); 3] =
-            [(c.traits.qkv_bias, &QKV_BIASES), (false, &BIASES), (c.traits.head_norm, &HEAD_NORMS)];
+        let Traits { head_norm, qkv_bias } = c.plan.attention.traits;
+        let kinds: [(bool, &[&str]); 3] = [(qkv_bias, &QKV_BIASES), (false, &BIASES), (head_norm, &HEAD_NORMS)];
         let unexpected = kinds.iter().filter(|(has, _)| !has).flat_map(|(_, names)| *names);
         for name in unexpected {
             for layer in 0..c.num_hidden_layers {

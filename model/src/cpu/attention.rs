@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::Row;
 use super::cache::LayerPages;
 use super::dot::{self, Simd};
-use crate::Config;
+use crate::plan::Attention;
 
 /// Multiply-adds below which threads cost more than they bring.
 const SERIAL: usize = 1 << 16;
@@ -14,9 +14,16 @@ const SERIAL: usize = 1 << 16;
 ///
 /// `q` and `out` are `[rows, heads × head_dim]`. A row sees the keys of its sequence up to its own position, which are
 /// in the cache already. One row and head are one task, and go over the keys in order.
-pub(super) fn attention(simd: Simd, config: &Config, q: &[f32], cache: &LayerPages, rows: &[Row<'_>], out: &mut [f32]) {
-    let (heads, head_dim) = (config.num_attention_heads, config.head_dim);
-    let group = heads / config.num_key_value_heads;
+pub(super) fn attention(
+    simd: Simd,
+    plan: &Attention,
+    q: &[f32],
+    cache: &LayerPages,
+    rows: &[Row<'_>],
+    out: &mut [f32],
+) {
+    let Attention { query_heads: heads, head_dim, .. } = *plan;
+    let group = plan.group();
     let scale = 1.0 / (head_dim as f32).sqrt();
     let one = |scores: &mut Vec<f32>, (i, (out, q)): (usize, (&mut [f32], &[f32]))| {
         let (row, head) = (&rows[i / heads], i % heads);

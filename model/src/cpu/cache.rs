@@ -26,13 +26,13 @@ pub(super) struct LayerPages {
 impl KvPages {
     /// `pages` pages of `page_tokens` tokens.
     pub fn new(config: &Config, pages: usize, page_tokens: usize) -> Self {
-        let size = config.key_value_size() * pages * page_tokens;
+        let size = config.plan.attention.key_value_size() * pages * page_tokens;
         let layer = || LayerPages {
             keys: vec![0.0; size],
             values: vec![0.0; size],
-            kv_heads: config.num_key_value_heads,
+            kv_heads: config.plan.attention.key_value_heads,
             page_tokens,
-            head_dim: config.head_dim,
+            head_dim: config.plan.attention.head_dim,
         };
         KvPages { layers: (0..config.num_hidden_layers).map(|_| layer()).collect(), pages, page_tokens }
     }

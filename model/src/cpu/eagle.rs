@@ -108,7 +108,7 @@ impl CpuEagle {
         logits: &mut [f32],
     ) -> Result<Vec<f32>, Error> {
         let c = &self.head.config;
-        let (start, vocab_size, hidden) = (cache.len(), self.head.draft_vocab_size, c.hidden_size);
+        let (start, vocab_size, hidden) = (cache.len(), self.head.draft_vocab_size, c.plan.hidden);
         if let Some(&token) = tokens.iter().find(|token| **token as usize >= c.vocab_size) {
             return Err(Error::TokenOutOfRange { token, vocab_size: c.vocab_size });
         }
@@ -146,7 +146,7 @@ impl CpuEagle {
         let mut x = match states {
             HiddenStates::Own(states) => states.to_vec(),
             HiddenStates::OfModel(states) => {
-                let mut x = zeros(c.hidden_size);
+                let mut x = zeros(c.plan.hidden);
                 self.project(states, rows, vec![(w.fc, &mut x)]);
                 x
             }
@@ -156,17 +156,18 @@ impl CpuEagle {
         if self.head.norm_before_residual {
             x = hidden;
         }
-        let [mut q, mut k, mut v] = [c.query_size(), c.key_value_size(), c.key_value_size()].map(zeros);
+        let heads = c.plan.attention;
+        let [mut q, mut k, mut v] = heads.projections().map(zeros);
         let outputs = w.qkv.into_iter().zip([&mut *q, &mut *k, &mut *v]);
         self.project(&pairs, rows, outputs.collect());
         self.heads(block, [&mut q, &mut k], &v, pages);
-        let mut attended = zeros(c.query_size());
-        attention::attention(self.simd, c, &q, pages.layer(0), block, &mut attended);
-        let mut delta = zeros(c.hidden_size);
+        let mut attended = zeros(heads.query_size());
+        attention::attention(self.simd, &heads, &q, pages.layer(0), block, &mut attended);
+        let mut delta = zeros(c.plan.hidden);
         self.project(&attended, rows, vec![(w.o, &mut delta)]);
         add(&mut x, &delta);
         let normed = self.normed(&x, &self.norms.post_attention);
-        let [mut gate, mut up, mut activation] = [(); 3].map(|()| zeros(c.intermediate_size));
+        let [mut gate, mut up, mut activation] = [(); 3].map(|()| zeros(c.plan.activation_size()));
         self.project(&normed, rows, w.gate_up.into_iter().zip([&mut *gate, &mut *up]).collect());
         swiglu(&gate, &up, &mut activation);
         self.project(&activation, rows, vec![(w.down, &mut delta)]);
@@ -184,15 +185,16 @@ impl CpuEagle {
             pair.extend_from_slice(hidden);
             pair
         };
-        block.iter().zip(hidden.chunks_exact(self.config().hidden_size)).flat_map(pair).collect()
+        block.iter().zip(hidden.chunks_exact(self.config().plan.hidden)).flat_map(pair).collect()
     }
 
     /// The rotation of queries and keys, and keys and values into the cache.
     fn heads(&self, block: &[Row<'_>], [q, k]: [&mut [f32]; 2], v: &[f32], pages: &mut KvPages) {
-        let (c, half) = (self.config(), self.config().head_dim / 2);
+        let heads = self.config().plan.attention;
+        let (half, size) = (heads.head_dim / 2, heads.key_value_size());
         let (mut cos, mut sin) = (vec![0.0; half], vec![0.0; half]);
-        let queries = q.chunks_exact_mut(c.query_size());
-        let keys = k.chunks_exact_mut(c.key_value_size()).zip(v.chunks_exact(c.key_value_size()));
+        let queries = q.chunks_exact_mut(heads.query_size());
+        let keys = k.chunks_exact_mut(size).zip(v.chunks_exact(size));
         for ((row, query), (key, value)) in block.iter().zip(queries).zip(keys) {
             self.frequencies.row(row.position, &mut cos, &mut sin);
             rope::rotate(query, &cos, &sin);

@@ -319,7 +319,7 @@ impl CpuModel {
         if logits.len() != expected {
             return Err(Error::LogitsBuffer { found: logits.len(), expected, rows: wanted, vocab_size });
         }
-        let size = self.config().hidden_size;
+        let size = self.config().plan.hidden;
         let mut logits = logits;
         let mut faults = Vec::new();
         for (block, rows) in rows.chunks(BLOCK).enumerate() {
@@ -354,25 +354,24 @@ impl CpuModel {
         let c = self.config();
         let mut s = self.scratch(block);
         if let Some(taps) = &mut taps {
-            taps.extend(block.len(), c.hidden_size);
-            taps.take(0, &s.x, c.hidden_size);
+            taps.extend(block.len(), c.plan.hidden);
+            taps.take(0, &s.x, c.plan.hidden);
         }
-        let plan = c.layer_plan();
         for index in 0..c.num_hidden_layers {
-            for operator in plan.operators() {
+            for operator in c.plan.operators() {
                 match operator {
                     Operator::Gemm(gemm) => self.gemm(index, gemm, block.len(), &mut s),
-                    Operator::Heads(_) => self.heads(index, block, &mut s, pages),
-                    Operator::Attention(_) => {
-                        attention::attention(self.simd, c, &s.qkv[0], pages.layer(index), block, &mut s.attended);
+                    Operator::Heads(heads) => self.heads(index, &heads, block, &mut s, pages),
+                    Operator::Attention(heads) => {
+                        attention::attention(self.simd, &heads, &s.qkv[0], pages.layer(index), block, &mut s.attended);
                     }
                 }
             }
             if let Some(taps) = &mut taps {
-                taps.take(index + 1, &s.x, c.hidden_size);
+                taps.take(index + 1, &s.x, c.plan.hidden);
             }
             let last = index + 1 == c.num_hidden_layers;
-            for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(s.x.chunks_exact(c.hidden_size)) {
+            for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(s.x.chunks_exact(c.plan.hidden)) {
                 // What a row leaves for the rows after it is its keys and values, which come before the last layer's
                 // output.
                 if !last || row.logits {
@@ -387,7 +386,7 @@ impl CpuModel {
     fn scratch(&self, block: &[Row<'_>]) -> Scratch {
         let (c, rows) = (self.config(), block.len());
         let embed = self.matrix(self.weights.embed);
-        let half = c.head_dim / 2;
+        let half = c.plan.attention.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
         for (row, (cos, sin)) in block.iter().zip(cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half))) {
             self.frequencies.row(row.position, cos, sin);
@@ -395,12 +394,12 @@ impl CpuModel {
         let zeros = |columns: usize| vec![0.0; rows * columns];
         Scratch {
             x: block.iter().flat_map(|row| embed.row_f32(row.token as usize)).collect(),
-            normed: zeros(c.hidden_size),
-            qkv: [c.query_size(), c.key_value_size(), c.key_value_size()].map(zeros),
-            attended: zeros(c.query_size()),
-            gate_up: [(); 2].map(|()| zeros(c.intermediate_size)),
-            activation: zeros(c.intermediate_size),
-            delta: zeros(c.hidden_size),
+            normed: zeros(c.plan.hidden),
+            qkv: c.plan.attention.projections().map(zeros),
+            attended: zeros(c.plan.attention.query_size()),
+            gate_up: [(); 2].map(|()| zeros(c.plan.activation_size())),
+            activation: zeros(c.plan.activation_size()),
+            delta: zeros(c.plan.hidden),
             cos,
             sin,
         }
@@ -441,13 +440,13 @@ impl CpuModel {
     }
 
     /// Norms of heads if there are any, the rotation, and keys and values into the cache.
-    fn heads(&self, index: usize, block: &[Row<'_>], s: &mut Scratch, pages: &mut KvPages) {
-        let (half, size) = (self.config().head_dim / 2, self.config().key_value_size());
+    fn heads(&self, index: usize, heads: &plan::Attention, block: &[Row<'_>], s: &mut Scratch, pages: &mut KvPages) {
+        let (half, size) = (heads.head_dim / 2, heads.key_value_size());
         let [q, k, v] = &mut s.qkv;
         for (x, norm) in [&mut *q, &mut *k].into_iter().zip(self.vectors.layers[index].head_norms.iter().flatten()) {
             self.norm_in_place(x, norm);
         }
-        for (x, size) in [(&mut *q, self.config().query_size()), (&mut *k, size)] {
+        for (x, size) in [(&mut *q, heads.query_size()), (&mut *k, size)] {
             let angles = s.cos.chunks_exact(half).zip(s.sin.chunks_exact(half));
             for (row, (cos, sin)) in x.chunks_exact_mut(size).zip(angles) {
                 rope::rotate(row, cos, sin);
@@ -460,7 +459,7 @@ impl CpuModel {
 
     /// Final norm and head: `hidden` is `[rows, hidden]`, `logits` `[rows, vocab]`.
     fn head(&self, hidden: &[f32], logits: &mut [f32]) {
-        let rows = hidden.len() / self.config().hidden_size;
+        let rows = hidden.len() / self.config().plan.hidden;
         if rows == 0 {
             return;
         }

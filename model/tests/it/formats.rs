@@ -486,7 +486,7 @@ fn official_configs_are_parsed() {
     ] {
         let config = model::Config::parse(json.as_bytes(), name.as_ref()).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(config.quantization.unwrap().name(), expected, "{name}");
-        assert!(config.hidden_size >= 3584, "{name}");
+        assert!(config.plan.hidden >= 3584, "{name}");
     }
 }
 

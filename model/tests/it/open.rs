@@ -188,8 +188,8 @@ fn published_models_of_other_families_are_read() {
         "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
         "use_sliding_window": false, "vocab_size": 152064,
     }));
-    assert_eq!((qwen.parameter_count(), qwen.head_dim), (7_615_616_512, 128));
-    assert_eq!(qwen.traits, Traits { head_norm: false, qkv_bias: true });
+    assert_eq!((qwen.parameter_count(), qwen.plan.attention.head_dim), (7_615_616_512, 128));
+    assert_eq!(qwen.plan.attention.traits, Traits { head_norm: false, qkv_bias: true });
 
     let llama = parse(json!({
         "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -200,9 +200,9 @@ fn published_models_of_other_families_are_read() {
         "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
         "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 128256,
     }));
-    assert_eq!((llama.parameter_count(), llama.head_dim), (8_030_261_248, 128));
+    assert_eq!((llama.parameter_count(), llama.plan.attention.head_dim), (8_030_261_248, 128));
     assert_eq!((llama.max_position_embeddings, llama.eos_token_ids.len()), (131_072, 3));
-    assert_eq!(llama.traits, Traits { head_norm: false, qkv_bias: false });
+    assert_eq!(llama.plan.attention.traits, Traits { head_norm: false, qkv_bias: false });
 }
 
 #[cfg(feature = "bundled-demo")]

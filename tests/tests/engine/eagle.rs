@@ -72,7 +72,7 @@ fn numbers_are_those_of_the_definition() {
         let (mut cache, mut row) = (runner.new_cache(32), vec![0.0; DRAFT_VOCAB]);
         let mut expected = logits[i * logits.len() / cases..][..logits.len() / cases].chunks_exact(DRAFT_VOCAB);
         let mut own = Vec::new();
-        for (&token, states) in prompt[1..].iter().zip(found.chunks_exact(3 * checkpoint.config.hidden_size)) {
+        for (&token, states) in prompt[1..].iter().zip(found.chunks_exact(3 * checkpoint.config.plan.hidden)) {
             own = runner.forward(&[token], HiddenStates::OfModel(states), &mut cache, &mut row).unwrap();
             let error = relative_error(&row, expected.next().unwrap());
             assert!(error < TOLERANCE, "{} row {}: {error:.1e}", case.name, cache.len());

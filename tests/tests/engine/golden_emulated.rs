@@ -84,15 +84,8 @@ fn so_do_the_kernels_that_read_codes() {
 }
 
 fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
-    let config = Config {
-        vocab_size: 300,
-        hidden_size: 640,
-        intermediate_size: 2432,
-        num_hidden_layers: 1,
-        num_attention_heads: 10,
-        num_key_value_heads: 2,
-        ..Config::published("8B").unwrap()
-    };
+    let mut config = Config { vocab_size: 300, num_hidden_layers: 1, ..Config::published("8B").unwrap() };
+    config.plan.resize(640, 2432, (10, 2));
     let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
     let device = host::device::Device::emulator(u64::from(length));
     let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
@@ -105,15 +98,7 @@ fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
 /// in tiles of 64, or unpacked a layer at a time.
 #[test]
 fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
-    let config = Config {
-        vocab_size: 300,
-        hidden_size: 384,
-        intermediate_size: 384,
-        num_hidden_layers: 2,
-        num_attention_heads: 2,
-        num_key_value_heads: 1,
-        ..Config::published("8B").unwrap()
-    };
+    let published = Config { vocab_size: 300, ..Config::published("8B").unwrap() };
     // Of every other number with biases in place of norms of heads.
     let (int4, fp8) = (Some(Code::Int4), Some(Code::E4m3));
     // Of codes, those that are all that is kept, and such with bf16 beside them.
@@ -123,12 +108,11 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     let packed = [40, 70].map(|sequences| (sequences, None, false, Some(true)));
     for (i, (sequences, code, beside, lossless)) in plain.into_iter().chain(coded).chain(packed).enumerate() {
         let has_bias = i % 2 == 1;
-        let traits = Traits { head_norm: !has_bias, qkv_bias: has_bias };
-        // Packed stages are unpacked in pairs: some split-K partials have three.
-        let intermediate_size = if lossless == Some(true) { 640 } else { config.intermediate_size };
         // One layer prepares the next where weights are packed, or plain.
-        let num_hidden_layers = if code.is_some() { 1 } else { 2 };
-        let config = Config { traits, intermediate_size, num_hidden_layers, ..config.clone() };
+        let mut config = Config { num_hidden_layers: if code.is_some() { 1 } else { 2 }, ..published.clone() };
+        // Packed stages are unpacked in pairs: some split-K partials have three.
+        config.plan.resize(384, if lossless == Some(true) { 640 } else { 384 }, (2, 1));
+        config.plan.attention.traits = Traits { head_norm: !has_bias, qkv_bias: has_bias };
         let positions = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 });
         let options = DeviceOptions { plain_beside: Some(beside), lossless, ..DeviceOptions::default() };
         let device = host::device::Device::emulator_with(u64::from(sequences), &options);
@@ -151,16 +135,10 @@ fn one_row_at(positions: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
 /// which a block has some, or all that a head has; and weights are in every format.
 #[test]
 fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
-    let config = Config {
-        vocab_size: 300,
-        hidden_size: 256,
-        intermediate_size: 256,
-        head_dim: 128,
-        ..Config::published("8B").unwrap()
-    };
+    let published = Config { vocab_size: 300, ..Config::published("8B").unwrap() };
     let lossless =
         |lossless| DeviceOptions { lossless: Some(lossless), plain_beside: Some(true), ..DeviceOptions::default() };
-    for (positions, (q_heads, kv_heads), code, options) in [
+    for (positions, heads, code, options) in [
         (one_row_at([3, 300]), (2, 1), None, lossless(false)),
         (one_row_at([255, 256, 0, 64, 63, 513, 700, 5]), (8, 1), None, lossless(true)),
         (one_row_at((0..16).map(|i| i * 53 % 310)), (4, 2), None, lossless(false)),
@@ -175,14 +153,13 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
         (vec![7..8, 250..259, 30..36], (4, 2), Some(Code::E4m3), DeviceOptions::default()),
     ] {
         // What one layer leaves to the next has nothing to do with the format.
-        let num_hidden_layers = if code.is_some() { 1 } else { 2 };
-        let config =
-            Config { num_hidden_layers, num_attention_heads: q_heads, num_key_value_heads: kv_heads, ..config.clone() };
+        let mut config = Config { num_hidden_layers: if code.is_some() { 1 } else { 2 }, ..published.clone() };
+        config.plan.resize(256, 256, heads);
         let device = host::device::Device::emulator_with(positions.len() as u64, &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
         let [unfused, .., few] = unfused_and_batched(&device, &config, weights, &positions);
         assert!(unfused.iter().all(|logit| logit.is_finite()));
-        assert!(few == unfused, "{positions:?}, {q_heads} and {kv_heads} heads, {code:?}");
+        assert!(few == unfused, "{positions:?}, {heads:?} heads, {code:?}");
     }
 }
 

@@ -16,6 +16,7 @@ use integration_tests::{
     uploaded,
 };
 use model::format::Code;
+use model::plan::FeedForward;
 use model::{Checkpoint, Sampling};
 
 /// As in `golden_emulated.rs`.
@@ -94,9 +95,10 @@ fn steps_of_any_rows_give_the_bits_of_launches() {
         let mut sizes =
             DecodeSizes { contexts: vec![40, 600, 648], rows: vec![1, 5, 16], tree, code, ..DecodeSizes::small() };
         if code.is_some() {
-            (sizes.contexts, sizes.config.intermediate_size) = (vec![600], 1280);
+            sizes.contexts = vec![600];
+            sizes.config.plan.feed_forward = FeedForward::SwiGlu { intermediate: 1280 };
         }
-        let (heads, context) = (sizes.config.num_key_value_heads as u32, 600u32);
+        let (heads, context) = (sizes.config.plan.attention.key_value_heads as u32, 600u32);
         assert!(DecodeStep::is_long(heads, context.div_ceil(SPLIT), device.capabilities().sms));
         let mut watch = |_: Event<'_>| {};
         let mut bench = Bench::new(device, 1, &mut watch).unwrap_or_else(|e| panic!("{e}"));

@@ -58,7 +58,16 @@ impl Tree {
     }
 
     /// Enqueues the plan of a step of so many rows of the sequence, whose history they leave room for.
-    pub fn enqueue_plan(&self, forward: &Forward, state: SequenceState, rows: u32, context: u32) -> Result<(), Error> {
+    ///
+    /// # Safety
+    /// The state is of live buffers, and the history has `context` tokens and room for one more.
+    pub unsafe fn enqueue_plan(
+        &self,
+        forward: &Forward,
+        state: SequenceState,
+        rows: u32,
+        context: u32,
+    ) -> Result<(), Error> {
         let plan = PlanTree {
             rows: forward.step_rows(),
             state,
@@ -79,7 +88,8 @@ impl Tree {
             branches: BRANCHES,
             max_length: context + 1,
         };
-        // SAFETY: buffers of self and of the model, sized as the parameter block says; the caller's for the history.
+        // SAFETY: the caller's word for the state; the others are buffers of self and of the model, sized as the
+        // parameter block says.
         unsafe { forward.device().launch::<tree::plan_tree>(1, 0, plan) }
     }
 

@@ -94,8 +94,9 @@ impl Allocation {
 
     /// A margin, the bytes, a margin.
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len.next_multiple_of(ALIGNMENT) + 2 * ALIGNMENT, ALIGNMENT)
-            .expect("a buffer fits the address space")
+        let size = len.checked_next_multiple_of(ALIGNMENT).and_then(|len| len.checked_add(2 * ALIGNMENT));
+        let layout = size.and_then(|size| Layout::from_size_align(size, ALIGNMENT).ok());
+        layout.expect("a buffer fits the address space")
     }
 
     pub fn start(&self) -> *mut u8 {

@@ -82,7 +82,7 @@ impl HeadBatch {
     /// finite.
     fn run(&mut self, work: &Work) -> Option<u32> {
         let (start, rows) = (work.start as usize, work.rows as usize);
-        let each = 3 * self.head.head().config.hidden_size;
+        let each = 3 * self.head.head().config.plan.hidden;
         let Sequence { text, cache, own } = &mut self.slots[work.slot as usize];
         let cache = cache.as_mut()?;
         cache.truncate(start);

@@ -130,8 +130,8 @@ impl HeadBatch {
             output: if chosen > 0 { RowOutput::LogitsFrom(0) } else { RowOutput::None },
         };
         let best = self.forward.begin_decode()?;
-        // SAFETY: lists of rows that were checked, which live with self; the counters were cleared; hidden states are
-        // there by the drafter's word.
+        // SAFETY: lists of rows that were checked, which live with self; the counters were cleared; a hidden state that
+        // is gone from the ring would be another's.
         unsafe { self.forward.enqueue_head_pass(begin, &all, pass.rows_of())? };
         let Some(best) = best else { return self.read_best(&listed.pass) };
         if chosen == 0 {
@@ -188,7 +188,7 @@ impl BatchBackend for HeadBatch {
         let begin = if rows.iter().any(is_own) { Begin::Own } else { Begin::OfModel(self.states) };
         let samples = plan.work.iter().any(|work| work.samples);
         let config = self.forward.config();
-        let group = config.num_attention_heads / config.num_key_value_heads;
+        let group = config.plan.attention.group();
         let widths = Widths {
             prompt: 0,
             decode: if samples { MAX_DECODE_ROWS } else { MAX_ROWS } as usize,

@@ -43,7 +43,7 @@ impl LeastDrafter {
                 room(&draft.config).keeping(&draft.config, kept)
             }
             DraftCheckpoint::Eagle3(head) => {
-                let states = Forward::states_bytes(sizes.generating * WINDOW, head.config.hidden_size);
+                let states = Forward::states_bytes(sizes.generating * WINDOW, head.config.plan.hidden);
                 let Footprint { weights, working, .. } = HeadWeights::footprint(head, context, false);
                 Footprint { weights, working: working + states, of_e4m3: 0 }
             }
@@ -126,7 +126,7 @@ impl GpuBatch {
                 let pages = HeadBatch::pages(&head, context, sequences, share);
                 // The cache of the model takes what is left, but for what the head needs, which comes after it.
                 let needed = head.batch_bytes(context, sequences, pages)
-                    + Forward::states_bytes(sequences * WINDOW, config.hidden_size);
+                    + Forward::states_bytes(sequences * WINDOW, config.plan.hidden);
                 let kept_free = device.free_memory()?.map(|_| device.zeroed::<u8>(needed as usize)).transpose()?;
                 let mut batch = with_model(weights)?;
                 drop(kept_free);

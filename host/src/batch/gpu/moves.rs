@@ -186,7 +186,8 @@ mod tests {
     /// With a tier that is there, or comes when it is wanted.
     fn pages_arrive(is_there: bool) {
         let shape = Config::published("0.6B").unwrap();
-        let config = Config { num_hidden_layers: 3, num_key_value_heads: 2, ..shape };
+        let mut config = Config { num_hidden_layers: 3, ..shape };
+        config.plan.attention.key_value_heads = 2;
         let device = Device::emulator(1);
         let mut cache = KvCache::new(&device, &config, 70).unwrap();
         // Finite: what is no number equals nothing.

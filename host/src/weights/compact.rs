@@ -1,0 +1,91 @@
+//! A model's matrices in fewer bytes than bf16 has, whatever the format.
+
+use model::Config;
+
+use crate::Error;
+use crate::device::Device;
+use crate::e4m3::E4m3;
+use crate::kept::{Form, Kept};
+use crate::lossless::Packed;
+use crate::quantized::Quantized;
+use crate::stream::{Stream, chunks, n_tiles};
+
+/// A model's matrices in fewer bytes than bf16 has.
+pub enum Compact {
+    /// There are none.
+    None,
+    /// The layers' codes.
+    Quantized(Quantized),
+    /// The layers' codes, which are what is multiplied: then they are all that is kept.
+    E4m3(E4m3),
+    /// Packed without loss.
+    Packed(Packed),
+}
+
+impl Compact {
+    /// Memory for what is kept of a model, if it is not bf16 alone.
+    pub(super) fn new(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Self, Error> {
+        Ok(match kept.map(|kept| kept.form) {
+            None => Self::None,
+            Some(Form::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),
+            Some(Form::Coded(coding)) => Self::Quantized(Quantized::new(device, config, coding)?),
+            Some(Form::Packed(size)) => {
+                Self::Packed(Packed::new(device, config.gemms().map(|gemm| n_tiles(&gemm)), size)?)
+            }
+        })
+    }
+
+    /// Once all matrices are there, whether they are what they are to be. Waits for the device.
+    pub(super) fn finish(&mut self) -> Result<bool, Error> {
+        match self {
+            Self::None => Ok(true),
+            Self::Quantized(codes) => codes.is_exact(),
+            Self::E4m3(codes) => codes.is_exact(),
+            Self::Packed(packed) => packed.finish(),
+        }
+    }
+
+    /// Bytes of all of it; none if there is none.
+    pub fn bytes(&self) -> Option<u64> {
+        match self {
+            Self::None => None,
+            Self::Quantized(codes) => Some(codes.bytes()),
+            Self::E4m3(codes) => Some(codes.bytes()),
+            Self::Packed(packed) => Some(packed.bytes()),
+        }
+    }
+
+    /// Enqueues that `stream` has a layer's matrices, made of what is kept.
+    ///
+    /// # Errors
+    /// A refused launch.
+    pub(super) fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
+        match self {
+            Self::Quantized(codes) => codes.make_layer(device, layer, stream),
+            Self::Packed(packed) => packed.make_layer(device, layer, stream),
+            Self::None | Self::E4m3(_) => Ok(()),
+        }
+    }
+
+    /// Whether it is of a model of this config, laid out for this device, and there.
+    ///
+    /// # Errors
+    /// [`Error::Weights`].
+    pub(crate) fn check(&self, device: &Device, config: &Config, stream: &Stream) -> Result<(), Error> {
+        let (what, owner, found, expected) = match self {
+            Self::None => return Ok(()),
+            Self::Quantized(codes) => {
+                ("codes", codes.device(), codes.bytes(), codes.coding().bytes_of(config, device.sms()))
+            }
+            Self::E4m3(codes) => ("codes in e4m3", codes.device(), codes.bytes(), E4m3::bytes_of(config, device.sms())),
+            Self::Packed(packed) => {
+                let matrices = stream.matrices().iter().take(config.gemms().count());
+                let expected = chunks(matrices.map(|matrix| (matrix.n_tiles, matrix.k)), device.sms());
+                ("chunks of packed matrices", packed.device(), packed.chunks(), expected)
+            }
+        };
+        let found = if owner.is_same_card(device) { found } else { 0 };
+        let (found, expected) = (found as usize, expected as usize);
+        if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
+    }
+}
