@@ -356,7 +356,7 @@ pub struct DraftArgs {
           allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=NgramDraft::MOST_TOKENS as i64))]
     pub draft_depth: u32,
     /// How many of the likeliest tokens after a draft by a model or a head may be drafts, 1 to 4: above 1 drafts are a
-    /// tree (on Hopper; elsewhere, and in batches, they are a chain)
+    /// tree (from Hopper on; elsewhere, and in batches, they are a chain)
     #[arg(long, value_name = "N", default_value_t = ModelDraft::default().branches,
           allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=ModelDraft::MOST_BRANCHES as i64))]
     pub draft_branches: u32,

@@ -22,6 +22,11 @@
 //! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets
 //! another. [`combine`] deals the splits to 8 warps in turn; each adds its own from first to last, and then the warps
 //! are added from first to last.
+//!
+//! # Safety
+//! What is not a kernel is called in a launch whose parameter block `p`, or `self`, is as its documentation says; the
+//! rows, pairs and splits that are named are among its. Keys, values and splits' parts are there when they are asked
+//! for, the warp that asks can see them, and nobody writes them before it is done.
 
 mod by_dims;
 mod splits;
@@ -94,6 +99,10 @@ impl Attend {
 
     /// Keeps dimensions `d` and one on of a split's sums for a pair among all rows' heads, and with the first of them
     /// its maximum and normaliser.
+    ///
+    /// # Safety
+    /// The split is below [`splits`](Self::splits), and `d` is even. One lane alone has these dimensions of this part,
+    /// and nobody reads it before they have met.
     #[inline(always)]
     pub(crate) unsafe fn keep(&self, split: u32, pair: usize, d: u32, sum: [f32; 2], scale: [f32; 2]) {
         // SAFETY: the caller's word.
@@ -108,6 +117,10 @@ impl Attend {
     }
 
     /// The sums of a split for a pair among all rows' heads.
+    ///
+    /// # Safety
+    /// The split is below [`splits`](Self::splits). Who reads what is there has waited for all that [kept](Self::keep)
+    /// it.
     #[inline(always)]
     pub(crate) unsafe fn part(&self, pair: usize, split: u32) -> Global<f32> {
         // SAFETY: the caller's word.
@@ -115,6 +128,9 @@ impl Attend {
     }
 
     /// Their maximum and normaliser.
+    ///
+    /// # Safety
+    /// As for [`part`](Self::part); what kept the split has been waited for.
     #[inline(always)]
     pub(crate) unsafe fn part_scale(&self, pair: usize, split: u32) -> [f32; 2] {
         // SAFETY: the caller's word.
@@ -123,6 +139,9 @@ impl Attend {
 
     /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of
     /// [`slot`](crate::linear::slot).
+    ///
+    /// # Safety
+    /// One lane alone has these dimensions of the pair, and `d` is even.
     #[inline(always)]
     pub(crate) unsafe fn put<const SLOTS: bool>(&self, pair: usize, d: u32, word: u32) {
         // SAFETY: the caller's word.
@@ -399,6 +418,11 @@ pub(crate) fn add_values_each(
 
 /// A lane's part of a warp's keys in shared memory, as [`score_tiles`] wants them: of keys `0..=last`, whose rows begin
 /// at byte `first` and lie so. Beyond them, the last again.
+///
+/// # Safety
+/// All lanes of a warp call this, and what it returns, with the same arguments but for their `lane`; `last` is below
+/// 32. The rows are in dynamic shared memory, `first` is a multiple of 16, and nobody writes them until the last call
+/// is done.
 #[inline(always)]
 pub(crate) unsafe fn keys_from(
     layout: PageLayout,
@@ -424,6 +448,9 @@ pub(crate) const fn key_chunk(i: usize, lane: u32) -> u32 {
 
 /// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows
 /// begin at byte `first` and lie so. Beyond them, the last again.
+///
+/// # Safety
+/// As for [`keys_from`].
 #[inline(always)]
 pub(crate) unsafe fn values_from(
     layout: PageLayout,
@@ -438,10 +465,14 @@ pub(crate) unsafe fn values_from(
 
 /// A lane's part of a warp's values in shared memory, eight dimensions from `8 n` on for each `n`. The lane's own is
 /// that of token `key`, where rows begin at byte `first` and lie so.
+///
+/// # Safety
+/// All lanes of a warp call this, and what it returns, with the same `n`, below 16. Every lane's row is in dynamic
+/// shared memory, whole and at a multiple of 16 bytes, and nobody writes it until the last call is done.
 #[inline(always)]
 pub(crate) unsafe fn eight_values(layout: PageLayout, first: u32, key: u32) -> impl Fn(u32) -> [u32; 4] {
     move |n| {
-        // SAFETY: the caller's: eight dimensions of a row that is there.
+        // SAFETY: the caller's word: eight dimensions of a row that is there.
         unsafe { mma::ldmatrix_x4_trans(shared::dynamic::<u8>(first + layout.chunk(key, n))) }
     }
 }
@@ -485,6 +516,10 @@ pub unsafe fn attend_tiles(p: AttendTiles) {
 }
 
 /// A block's work: a tile of `rows` rows from `first_row` on.
+///
+/// # Safety
+/// The whole block calls it, with [`Attend::SHARED_BYTES`] from the first byte of shared memory on. There are `rows`
+/// rows, at least one and at most [`Attend::tile_rows`], of one sequence and at ascending positions.
 #[inline(always)]
 unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
     // SAFETY: the caller's word.

@@ -36,6 +36,12 @@
 //!
 //! # Attention
 //! `attention.rs` says what an item is, and `tile_scheduler.rs` how items fall to blocks.
+//!
+//! # Safety
+//! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS), the
+//! clusters and the shared memory that the kernel asks for, which is `Memory` of its `ROWS`. `p` is that launch's
+//! parameter block. Memory is as it says, a `phase` is one of its phases, and nobody but this launch writes there, or
+//! reads what the launch writes, until it ends. The blocks wait for each other: all of them run at once.
 
 /// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
@@ -156,21 +162,31 @@ impl<const ROWS: u32> Memory<ROWS> {
     const PEER: u32 = Self::BEST + ROWS * 4;
     const BYTES: u32 = Self::PEER + peer::BARRIERS * 8;
 
+    /// The barrier that says that the rows' factors are there.
     unsafe fn factors_ready() -> Barrier {
         // SAFETY: the caller's word.
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
     }
 
+    /// The barrier that says that the block's share of attention is known.
     unsafe fn scheduled() -> Barrier {
         // SAFETY: the caller's word.
         unsafe { Barrier::at(shared::dynamic(Self::SCHEDULED)) }
     }
 
+    /// That share.
+    ///
+    /// # Safety
+    /// It is written before [`scheduled`](Self::scheduled) says so, and read behind that.
     unsafe fn assignment() -> Shared<u32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(Self::SCHEDULED + 16) }
     }
 
+    /// Where the warp that describes items keeps what it has looked up.
+    ///
+    /// # Safety
+    /// One warp uses it, in a phase of attention: in others activations come there.
     unsafe fn items() -> Shared<u32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(Self::ITEMS) }
@@ -321,6 +337,10 @@ impl BatchedStep {
     }
 
     /// Block 0 zeroes [`best`](Self::best), with so many threads.
+    ///
+    /// # Safety
+    /// [`best`](Self::best) is not null. The first `threads` threads of block 0 call it, each once, before a barrier of
+    /// the grid or the launch's end stands between it and those that use it.
     #[inline(always)]
     unsafe fn zero_best(&self, threads: u32) {
         if thread::block_idx_x() == 0 {
@@ -335,6 +355,9 @@ impl BatchedStep {
 
     /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies
     /// afterwards is that, too.
+    ///
+    /// # Safety
+    /// `phase` is a phase's number, or how many there are. Blocks arrive at the barrier behind each of their phases.
     #[inline(always)]
     unsafe fn wait_for(&self, phase: u32) {
         // SAFETY: the caller's word.
@@ -345,6 +368,9 @@ impl BatchedStep {
     }
 
     /// A warp waits so; its first lane sees what they wrote.
+    ///
+    /// # Safety
+    /// As for [`wait_for`](Self::wait_for); all lanes of the warp call it.
     #[inline(always)]
     unsafe fn grid_barrier(&self, phase: u32) {
         if thread::lane_id() == 0 {
@@ -355,6 +381,9 @@ impl BatchedStep {
     }
 
     /// What keys and values of a layer are made from, and where they go.
+    ///
+    /// # Safety
+    /// The phase is one of attention.
     #[inline(always)]
     unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
         // SAFETY: the caller's word.
@@ -383,6 +412,10 @@ impl Rings {
 
     /// A warp releases both stages. Only `wgmma` has read them, and the warp has waited for it, so there is nothing to
     /// fence.
+    ///
+    /// # Safety
+    /// All lanes of a consumer warp call it, `lane` is each one's, and the warp has waited for the products that read
+    /// the two stages.
     #[inline(always)]
     unsafe fn release(&self, lane: u32) {
         // SAFETY: the caller's word.
@@ -418,6 +451,7 @@ impl Odd {
     }
 }
 
+/// A block's part of a step.
 #[inline(always)]
 unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -458,6 +492,10 @@ unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 }
 
 /// The consumers walk the phases.
+///
+/// # Safety
+/// All lanes of the eight consumer warps call it, once, when the cluster has synchronised behind barriers and
+/// [`Memory::BEST`]. The other warps meet them at the end.
 #[inline(always)]
 unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -537,6 +575,9 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 }
 
 /// The embedding of every row, spread over the grid.
+///
+/// # Safety
+/// All consumers of every block call it.
 #[inline(always)]
 unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
     // SAFETY: the caller's word.

@@ -27,6 +27,13 @@
 //! [`attention`](crate::attention) shares its code: this kernel gives the bits of the unfused path, whatever the grid.
 //! Two warps have each of the four split-K partials, and take two slices of a chunk: of up to 8 rows each warp those of
 //! every other N-tile, of more rows each those of all N-tiles for 8 of the rows.
+//!
+//! # Safety
+//! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS) and the
+//! shared memory that the kernel asks for: [`SHARED_BYTES`], or of a short ring [`SHORT_SHARED_BYTES`]. `p` is that
+//! launch's parameter block. Memory is as it says, and nobody but this launch writes there, or reads what the launch
+//! writes, until it ends. The blocks wait for each other: all of them run at once. A `layer` is below the number of
+//! layers, and `count` is the step's rows, at least 1.
 
 mod attention;
 mod consumer;
@@ -380,6 +387,9 @@ impl DecodeStep {
     }
 
     /// The norm of a layer's input; of the layer after the last, the final one.
+    ///
+    /// # Safety
+    /// `layer` is at most the number of layers.
     #[inline(always)]
     unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
         // SAFETY: the caller's word.
@@ -400,9 +410,10 @@ impl DecodeStep {
         unsafe { self.input_norm(layer).at(2 * thread::opaque(self.work.residual.dim) as usize) }
     }
 
+    /// A layer's cache.
     #[inline(always)]
     unsafe fn cache(&self, layer: u32) -> Cache {
-        // SAFETY: the list has the address of each layer's pages.
+        // SAFETY: the caller's word; the list has the address of each layer's pages.
         self.work.cache(unsafe { GlobalMut::from_raw(self.pages.load_nc(layer as usize)) })
     }
 }
@@ -439,6 +450,10 @@ unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
 }
 
 /// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`.
+///
+/// # Safety
+/// The step has `count` rows, to each other as `ROWS` says: 1 if `ONE`, else at most `TILES` times 8 and
+/// [`MAX_DECODE_ROWS`]. All threads of all blocks call it, once in a launch; the step's counters are zero by then.
 #[inline(always)]
 unsafe fn run<
     F: WeightFormat,

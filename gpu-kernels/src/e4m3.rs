@@ -82,6 +82,10 @@ pub struct CodedRows {
 impl CodedRows {
     /// Where a lane's four codes of the group of `row` that begins at `first` go, of rows as long as the residual
     /// stream's: of elements as [`lane_element`](crate::norm::lane_element) says.
+    ///
+    /// # Safety
+    /// There is room for such a row of `dim` elements, `first` is a multiple of [`GROUP`] below `dim`, and `lane` is
+    /// below 32; or nothing is stored there.
     #[inline(always)]
     pub(crate) unsafe fn of_lane(&self, dim: u32, row: u32, first: u32, lane: u32) -> GlobalMut<u32> {
         let at = row as usize * dim as usize + slot(first + lane_element(lane)) as usize;
@@ -90,6 +94,10 @@ impl CodedRows {
     }
 
     /// Stores the scale of the group of `row` that begins at `first`, if `condition`.
+    ///
+    /// # Safety
+    /// If the condition holds, `row` is below [`x_rows`](Self::x_rows), there is such a group, and its scale is this
+    /// lane's alone.
     #[inline(always)]
     pub(crate) unsafe fn put_scale_if(&self, condition: bool, row: u32, first: u32, scale: f32) {
         // SAFETY: the caller's word.

@@ -9,6 +9,11 @@
 //!
 //! Layer and output head are [one launch](crate::decode) where a device has the hardware, which keeps the state by
 //! itself, and launches as of any layer otherwise, with `keep_state` behind them.
+//!
+//! # Safety
+//! What is not a kernel is a part of one: `self` is of its parameter block, whose addresses are as that says. Each
+//! element is put by one lane, and nobody reads it before the launch ends or, of the exchange's words, before it has
+//! their sequence flag.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
 
@@ -70,6 +75,10 @@ impl Taps {
 
     /// Leaves an element of the residual stream of a sequence's position after so many layers, if it is one of a hidden
     /// state, and there is room for the sequence.
+    ///
+    /// # Safety
+    /// Hidden states are [wanted](Self::are_wanted), and `element` is below their hidden size. No other row of the pass
+    /// has the position's slot.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, (sequence, position): (u32, u32), layers: u32, element: u32, x: f32) {
         // SAFETY: the caller's word.
@@ -229,6 +238,10 @@ impl MakePairs {
 
     /// Puts four elements of a row's pairs, from the `i`-th on, and those of the residual stream that lie there if
     /// there are any.
+    ///
+    /// # Safety
+    /// There is such a row, `i` is a multiple of 4 below twice the hidden size, and `x` is there from the hidden size
+    /// on alone. With `one_row` there is an exchange.
     #[inline(always)]
     unsafe fn put(&self, one_row: bool, row: u32, i: u32, pairs: [u32; 2], x: Option<[f32; 4]>) {
         // SAFETY: the caller's word.

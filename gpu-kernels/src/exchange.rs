@@ -19,6 +19,11 @@
 //! - An element of the residual is read, and then overwritten, by the same lane.
 //!
 //! Between steps, launches end.
+//!
+//! # Safety
+//! Words are in live memory, as many as their `len` says; they were zero before the first step, and only what is here
+//! has written them since. One lane puts or asks for a word; a whole warp settles. A word is put once with a flag, by
+//! one lane, in a launch before or by a block that runs beside those that wait for it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
@@ -77,7 +82,7 @@ impl Exchange {
         let words = [hidden, hidden / 2, hidden / N_TILE, heads, q_heads * HEAD_DIM / 2, intermediate / 2, pairs];
         let mut count = 1;
         let kinds = words.map(|len| {
-            // SAFETY: that much the caller gets told.
+            // SAFETY: addresses alone. Before anything is read there, the caller knows how much memory they take.
             let first = unsafe { all.at(count as usize) };
             count += len;
             Place { first, len }
@@ -99,6 +104,10 @@ impl Exchange {
     }
 
     /// The first sequence flag of the next step: of what its first matrix takes in.
+    ///
+    /// # Safety
+    /// [There is](Self::is_there) an exchange. The block has not told yet that it is done with the step: behind that,
+    /// what this reads is [written](Self::use_up).
     #[inline(always)]
     pub(crate) unsafe fn first_flag(&self) -> u32 {
         // SAFETY: the caller's word.
@@ -107,6 +116,10 @@ impl Exchange {
 
     /// A step of so many `flags`, of which this was the first, is done: the next one has others. No block has a part in
     /// it any more.
+    ///
+    /// # Safety
+    /// One lane of the grid calls it, once all blocks are done with the step; `first` is what
+    /// [`first_flag`](Self::first_flag) gave.
     #[inline(always)]
     pub(crate) unsafe fn use_up(&self, first: u32, flags: u32) {
         // SAFETY: the caller's word.
@@ -182,6 +195,9 @@ impl Words {
     }
 
     /// Puts word `i` there.
+    ///
+    /// # Safety
+    /// There is a word `i`, which no other lane puts, and those who waited for what was there have read it.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, i: u32, bits: u32) {
         let word = Word::new(self.flag, bits);
@@ -190,6 +206,9 @@ impl Words {
     }
 
     /// Asks for word `i`.
+    ///
+    /// # Safety
+    /// There is a word `i`.
     #[inline(always)]
     pub(crate) unsafe fn ask(&self, i: u32) -> Word {
         // SAFETY: the caller's word.
@@ -197,6 +216,9 @@ impl Words {
     }
 
     /// Asks for `N` words, the `k`-th at `place(k)`; beyond the last there are some that nobody waits for.
+    ///
+    /// # Safety
+    /// There are as many words as `len` says.
     #[inline(always)]
     pub(crate) unsafe fn ask_for<const N: usize>(&self, place: impl Fn(usize) -> u32) -> [Word; N] {
         let mut words = [self.nothing(); N];
@@ -217,6 +239,9 @@ impl Words {
 
     /// Waits until the first word is there, or one that came after it: nobody waits for a block without a part in what
     /// it goes on with.
+    ///
+    /// # Safety
+    /// There is a first word.
     #[inline(always)]
     pub(crate) unsafe fn expect(&self) {
         // SAFETY: the caller's word.
@@ -225,6 +250,10 @@ impl Words {
 
     /// Waits, with the whole warp, until all words are there that were asked for; `place(k)` is the place of the
     /// `k`-th.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it. Of the `k`-th, either there is a word at `place(k)`, for which it was asked, or
+    /// it is [one that nobody waits for](Self::nothing).
     #[inline(always)]
     pub(crate) unsafe fn settle<const N: usize>(&self, words: &mut [Word; N], place: impl Fn(usize) -> u32) {
         // SAFETY: the caller's word.

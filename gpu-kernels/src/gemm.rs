@@ -68,6 +68,14 @@
 //! 1. `linear`: 64 rows a launch, every N-tile reads the activations again. A third of the bandwidth, a twentieth of
 //!    the tensor cores.
 //! 2. This.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, whose addresses, maps and grid are as it says. The whole block begins in
+//! `gemm_of`, which makes the ring's barriers before anyone waits for one. `produce` is one lane's of warpgroup 2. What
+//! multiplies is called by whole warpgroups 0 and 1, each with the tiles that `produce` takes, in the same order. A
+//! warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
+//! accumulators have been waited for when these are read. Each warpgroup frees every stage once, when it is done with
+//! it.
 
 use core::marker::PhantomData;
 
@@ -172,7 +180,7 @@ pub struct Gemm {
     pub n: u32,
     /// Input features; of e4m3 two count as one.
     pub k: u32,
-    /// Rows of clusters' tiles in a band.
+    /// Rows of clusters' tiles in a band, at least one.
     pub band: u32,
     /// The other launch of the same GEMM, if there is one.
     pub beside: Beside,
@@ -212,7 +220,8 @@ impl Gemm {
 const _: () = assert!(Gemm::shared_bytes(256) <= 232_448 && Gemm::shared_bytes(128) <= 232_448);
 const _: () = assert!(4 * BOX_BYTES <= TOTALS_BYTES);
 
-/// All tiles: which a block takes, and where they are.
+/// All tiles: which a block takes, and where they are. `gemm_of` makes them, and has the launcher's word for a band of
+/// at least one row of tiles.
 #[derive(Clone, Copy)]
 struct Tiles {
     band: u32,
@@ -245,11 +254,11 @@ impl Iterator for Tiles {
         }
         self.taken += 1;
         let in_band = self.band * columns;
-        // SAFETY: there are tiles, so neither is zero; the launcher's band is not.
+        // SAFETY: a turn is below their product, so neither rows nor columns are zero; a band is not, see `Tiles`.
         unsafe { cuda_std::assume(in_band != 0) };
         let first = turn / in_band * self.band;
         let height = self.band.min(rows - first);
-        // SAFETY: `first` is the first row of a band that has this tile.
+        // SAFETY: `first` is the first row of a band that has this tile, and so below `rows`; a band is not empty.
         unsafe { cuda_std::assume(height != 0) };
         let within = turn % in_band;
         let (row, column) = (first + within % height, within / height);
@@ -292,6 +301,9 @@ impl<E: Epilogue> Iterator for InOrder<E> {
 }
 
 /// Waits until what the launches ahead left can be read. Blocks alone have nobody beside them.
+///
+/// # Safety
+/// Where blocks are in clusters, [`Gemm::beside`] is as [`Beside::wait`] asks.
 #[inline(always)]
 unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     if DOWN * ACROSS > 1 {
@@ -320,12 +332,21 @@ trait Inputs: Copy {
     /// Stages of a ring of `n` weight rows.
     fn ring(n: u32) -> Shape;
     /// Starts the copies to a stage's tail, for the tile at a row and an N-tile.
+    ///
+    /// # Safety
+    /// The lane is the one that fills this stage, which is free, and whose full barrier expects
+    /// [`COPIED`](Self::COPIED) bytes beside the others. The row and the slice are of a tile of the launch, the N-tile
+    /// one of the matrix.
     unsafe fn load_tail(self, ring: &Ring, at: [u32; 2], slice: u32);
     /// Whether a tile's slices come split-K partial by partial, not one after another.
     const SPLIT: bool;
     /// Blocks that take the same tile, each for some of its rows.
     const SHARERS: u32;
     /// A warpgroup multiplies what comes, and finishes its part of each tile.
+    ///
+    /// # Safety
+    /// Warpgroups 0 and 1 of the block call it, once, with registers for the accumulators. `tiles` are those that the
+    /// block's producer takes.
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles);
 }
 
@@ -363,6 +384,10 @@ impl Inputs for Bf16 {
 }
 
 /// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
+///
+/// # Safety
+/// One lane of the block calls it, once. `inputs` are of the launch, `tiles` those that the block's warpgroups take,
+/// and `down` and `across` are the block's place in its cluster, `[0, 0]` without one.
 #[inline(always)]
 unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(
     p: &Gemm,
@@ -451,6 +476,10 @@ unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
 }
 
 /// Begins the MMAs of the ring's stage, which is full.
+///
+/// # Safety
+/// The stage is full, or it was and nobody fills it again. `x` and `weight` are the warpgroup's operands in the first
+/// stage. Nobody needs the accumulators' sums if this is the `first`.
 #[inline(always)]
 unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
     // SAFETY: the caller's word.
@@ -473,6 +502,9 @@ unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, fir
 
 /// Tells every block of the cluster whose copies also land here that a stage is free: lane `i` of a warpgroup block
 /// `i`.
+///
+/// # Safety
+/// The warpgroup has waited for the stage, and its MMAs that read it are done.
 #[inline(always)]
 unsafe fn free<const DOWN: u32, const ACROSS: u32>(ring: Ring) {
     let lane = thread::thread_idx_x() % GROUP;
@@ -501,6 +533,9 @@ struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
 impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, DOWN, ACROSS> {
     /// Begins a split-K partial of so many stages, none of which is under way. What is in the accumulators counts no
     /// more.
+    ///
+    /// # Safety
+    /// There is at least one stage, and it is the next in the ring.
     #[inline(always)]
     unsafe fn begin_k_partial(&mut self, stages: u32) {
         // SAFETY: the caller's word.
@@ -516,6 +551,8 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
+    /// # Safety
+    /// A stage of the split-K partial is [left](Self::left), and the one before it under way.
     #[inline(always)]
     unsafe fn go_on(&mut self) {
         // SAFETY: the caller's word.
@@ -532,6 +569,9 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     }
 
     /// All that are left of the split-K partial, and waits for them.
+    ///
+    /// # Safety
+    /// The split-K partial was begun.
     #[inline(always)]
     unsafe fn end_k_partial(&mut self) {
         // SAFETY: the caller's word.
@@ -545,6 +585,9 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     }
 
     /// Where the lane keeps totals in shared memory.
+    ///
+    /// # Safety
+    /// The lane is of a warpgroup that multiplies. Its warp alone uses what lies there.
     #[inline(always)]
     unsafe fn totals() -> Shared<u8> {
         // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
@@ -555,6 +598,10 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
 
     /// Adds a split-K partial, which is finished, to the totals, or begins them. The `LAST` leaves them in the
     /// accumulators.
+    ///
+    /// # Safety
+    /// The split-K partial's MMAs are done. With `FIRST` there are no totals of the tile yet, and boxes that lay where
+    /// they go have been stored; otherwise there are totals.
     #[inline(always)]
     unsafe fn fold<const FIRST: bool, const LAST: bool>() {
         // SAFETY: the caller's word.
@@ -605,6 +652,10 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     }
 
     /// The next split-K partials of the tile up to number `end`, each into the totals.
+    ///
+    /// # Safety
+    /// The split-K partials of the tile before `k_partial` are among its totals, at least one of them, and none is
+    /// under way.
     #[inline(always)]
     unsafe fn go_on_to_k_partial(&mut self, k_partial: &mut u32, end: u32) {
         while *k_partial < end {
@@ -623,6 +674,9 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     }
 
     /// The last split-K partial of the tile; then its sums are in the accumulators.
+    ///
+    /// # Safety
+    /// All split-K partials of the tile but the last are among its totals, and none is under way.
     #[inline(always)]
     unsafe fn end(&mut self) {
         // SAFETY: the caller's word.
@@ -683,6 +737,10 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_,
 }
 
 /// A warpgroup multiplies what comes by `WIDTH` of the weight rows, and finishes its part of each tile.
+///
+/// # Safety
+/// As [`Inputs::consume`] says, of tiles that are loaded for `N` weight rows; `WIDTH` is the same throughout a
+/// warpgroup.
 #[inline(always)]
 unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, const ACROSS: u32>(
     p: &Gemm,
@@ -773,7 +831,7 @@ unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, 
 /// [`THREADS`].
 ///
 /// # Safety
-/// As the parameter block says.
+/// As the parameter block says. All threads of every block call it.
 #[inline(always)]
 pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     // SAFETY: the caller's word.
@@ -781,6 +839,10 @@ pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32
 }
 
 /// The roles of a GEMM's warps.
+///
+/// # Safety
+/// All threads of every block call it, [`THREADS`] of each, in clusters of `DOWN` × `ACROSS` blocks. `inputs` are as
+/// `p`'s launch has them.
 #[inline(always)]
 unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, inputs: I) {
     // SAFETY: the caller's word.
@@ -833,7 +895,7 @@ macro_rules! kernels {
             #[doc = concat!($what, " Tiles of ", $n, " weight rows.")]
             #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $name(p: Gemm) {
-                // SAFETY: the caller's word.
+                // SAFETY: the launcher's word: memory is as the parameter block says.
                 unsafe { gemm::<$epilogue, $n, 1, 1>(&p) }
             }
         )*
@@ -841,7 +903,7 @@ macro_rules! kernels {
             #[doc = concat!($what, " Tiles of 256 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
             #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks)]
             pub unsafe fn $cluster(p: Gemm) {
-                // SAFETY: the caller's word.
+                // SAFETY: the launcher's word: memory is as the parameter block says.
                 unsafe { gemm::<$epilogue, 256, $down, $across>(&p) }
             }
         )*

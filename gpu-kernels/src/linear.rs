@@ -20,6 +20,11 @@
 //! # Ladder
 //! 1. A thread an output (the reference in the tests).
 //! 2. This: tensor cores, weights streamed by plain loads, one launch an operator.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, whose addresses are as it says, with no more N-tiles in the grid than the matrix
+//! has. What is not a kernel is called by the whole block, all of its warps together, since they meet. They have
+//! [`Linear::shared_bytes`] of dynamic shared memory to themselves, and the block's N-tile of every row of the output.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
 
@@ -96,6 +101,9 @@ pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
 
 /// One warp's split-K partial of the block's N-tile. Leaves the partial sums of the block in shared memory,
 /// `[warp][row][feature]`, and meets at a barrier.
+///
+/// # Safety
+/// `count` is what [`rows_here`] says, and not 0.
 #[inline(always)]
 unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
     // SAFETY: the caller's word.
@@ -173,6 +181,10 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
 }
 
 /// One output: the sum over warps, first to last, of its partial sums, times the row's factor.
+///
+/// # Safety
+/// The block has come out of [`partial_sums`], and has written nothing else there since. `row` is below its `count`,
+/// and `feature` below [`N_TILE`].
 #[inline(always)]
 unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -> f32 {
     // SAFETY: the caller's word.

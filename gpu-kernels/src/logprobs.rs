@@ -4,6 +4,11 @@
 //! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the
 //! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps. Masses are its integers:
 //! their sum has no order, and is the same on the CPU.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, whose addresses are as it says. Every function that is not a kernel is called by
+//! whole CTAs, and for a row by all CTAs of its team, which take the same way: they wait for each other, so the launch
+//! is cooperative. A CTA has [`sample::SHARED_BYTES`] of dynamic shared memory to itself, and a team its scratch.
 
 use core::marker::PhantomData;
 
@@ -59,7 +64,7 @@ impl Wanted {
 pub struct NoteLogits {
     /// `[any, vocab]`.
     pub logits: Global<f32>,
-    /// `[noted, Wanted::WORDS]`.
+    /// `[noted, Wanted::WORDS]`; for [`note_chosen`] each has a row.
     pub wanted: Global<u32>,
     /// `[choices]` the chosen tokens, for [`note_chosen`].
     pub sampled: Global<u32>,
@@ -84,6 +89,10 @@ pub unsafe fn note_logits(p: NoteLogits) {
 
 /// The same, as part of a launch: whether this CTA has noted the last of its rows. All of its threads see the note
 /// then.
+///
+/// # Safety
+/// All CTAs of the launch call it, once. Nobody changes a row's entry of [`wanted`](NoteLogits::wanted) before a CTA is
+/// told that it was the last.
 #[inline(always)]
 pub(crate) unsafe fn note_rows(p: &NoteLogits) -> bool {
     // SAFETY: the caller's word.
@@ -111,6 +120,10 @@ pub(crate) unsafe fn note_rows(p: &NoteLogits) -> bool {
 }
 
 /// Notes a row, with its `top` likeliest tokens; whether this CTA was the last to have something to do with it.
+///
+/// # Safety
+/// `top` is at most [`MOST`], and the same for the whole team. `row` has this CTA's slice, and `note` room for a note,
+/// which no other team writes.
 #[inline(always)]
 unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) -> bool {
     // SAFETY: the caller's word.
@@ -138,6 +151,9 @@ unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) -> 
 }
 
 /// Adds up the mass of a row, and nominates its likeliest tokens.
+///
+/// # Safety
+/// As for [`note`]; `among_few` is the same for the whole team.
 #[inline(always)]
 unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
     // SAFETY: the caller's word.
@@ -170,6 +186,9 @@ unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
 }
 
 /// Notes what the team has found, of its candidates the `top` best.
+///
+/// # Safety
+/// This CTA is the team's last, and has not reset it. There are `count` candidates, at most [`MOST_CANDIDATES`].
 #[inline(always)]
 unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32>) {
     // SAFETY: the caller's word.

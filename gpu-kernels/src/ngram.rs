@@ -48,6 +48,10 @@
 //!    launch for the budget, serial or by block scan.
 //! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
 //! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
+//!
+//! # Safety
+//! An operator is a launch's parameter block, whose arrays are as it says, and sequence `b` is below its batch. While
+//! the launch runs nobody else writes these arrays, and nobody else uses the workspace.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, async_copy, kernel, thread};
@@ -268,6 +272,9 @@ pub struct NgramMatchMixed<T> {
 /// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
 /// load behind the first branch that does not need it, and so make two waits of one. It passes by L1;
 /// the peers, whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
+///
+/// # Safety
+/// The array has element `i`, and nobody writes it meanwhile.
 #[inline(always)]
 unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
     // SAFETY: the caller's word.
@@ -276,6 +283,8 @@ unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
 
 /// What [`early`] can load.
 trait Early: Copy {
+    /// # Safety
+    /// As for [`early`].
     unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self;
 }
 impl Early for i32 {
@@ -471,6 +480,11 @@ impl HeadStart {
     const _KEY: () = assert!(together::SHARED_BYTES <= Self::TILES);
 
     /// Asks for generated tokens before `end`, which nobody writes any more.
+    ///
+    /// # Safety
+    /// The launch's batch is one sequence without a prompt, in a grid of one block. The first [`together::THREADS`]
+    /// lanes of the block call it, whole warps, and have the first [`SHARED_BYTES`](Self::SHARED_BYTES) of dynamic
+    /// shared memory to themselves from then on. There are `end` generated tokens.
     #[inline(always)]
     pub(crate) unsafe fn look(p: &NgramMatchMixed<i32>, end: u32) -> Self {
         let parts = together::THREADS / 32;
@@ -479,6 +493,10 @@ impl HeadStart {
     }
 
     /// The rest. The lanes meet at the named barrier `barrier`. Only the first warp is to go on.
+    ///
+    /// # Safety
+    /// The same lanes call it, with what they have [looked](Self::look) at, when the rest of `p` is there; nobody else
+    /// uses the barrier meanwhile.
     #[inline(always)]
     pub(crate) unsafe fn draft(&self, p: &NgramMatchMixed<i32>, barrier: u32) -> Option<Drafted<i32>> {
         let sync = || thread::sync_named(barrier, together::THREADS);

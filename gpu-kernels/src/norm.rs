@@ -9,6 +9,11 @@
 //! Squares are added in one order in every kernel: elements of an N-tile in pairs that are 8 apart, then 1, 2 and 4;
 //! N-tiles of a span in pairs that are 1, 2 and 4 apart; a row's spans 32 apart one after another, and then in pairs
 //! that are 16, 8, 4, 2 and 1 apart.
+//!
+//! # Safety
+//! Rows and elements that are named are among those that the [`Residual`] or [`Norm`] has memory for. What writes is
+//! called by one lane for each element or sum, and nobody reads that before they have met; what reads is called when
+//! those who wrote have been waited for. What adds squares over lanes is called by whole warps.
 
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
@@ -44,6 +49,9 @@ impl Residual {
 
     /// Writes one element of `row`, whose `weight` in the norm to come is this. An N-tile's 16 elements are written by
     /// 16 neighbouring lanes, and every lane of the warp is here; those that are not `valid` write nothing.
+    ///
+    /// # Safety
+    /// As [`put_at`](Self::put_at) says.
     #[inline(always)]
     pub(crate) unsafe fn put(&self, weight: bf16, row: u32, element: u32, x: f32, valid: bool) {
         // SAFETY: the caller's word.
@@ -51,6 +59,10 @@ impl Residual {
     }
 
     /// As [`put`](Self::put), with the scaled element at `place` of its row.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, and either half of it has an N-tile's elements in order, which are all `valid` or
+    /// none. There is such a row, and `element` and `place` are below [`dim`](Self::dim).
     #[inline(always)]
     pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: u32, x: f32, valid: bool) {
         // SAFETY: the caller's word.
@@ -86,6 +98,9 @@ pub(crate) fn lane_element(lane: u32) -> u32 {
 }
 
 /// A lane's part of the weights of a norm, of the span that begins at `first`: as [`lane_element`] says, in pairs.
+///
+/// # Safety
+/// The span that begins at `first` is one of the norm's, and `lane` is below 32.
 #[inline(always)]
 pub(crate) unsafe fn lane_weights(norm: Global<bf16>, first: u32, lane: u32) -> [u32; 2] {
     // SAFETY: the caller's word.
@@ -103,6 +118,9 @@ pub(crate) fn scaled_lane(x: [f32; 4], weights: [u32; 2]) -> [u32; 2] {
 
 impl Residual {
     /// The lane's four elements of the span of `row` that begins at `first`.
+    ///
+    /// # Safety
+    /// There is such a row, `first` is a multiple of [`SPAN`] below [`dim`](Self::dim), and `lane` is below 32.
     #[inline(always)]
     pub(crate) unsafe fn load_lane(&self, row: u32, first: u32, lane: u32) -> [f32; 4] {
         // SAFETY: the caller's word.
@@ -114,6 +132,9 @@ impl Residual {
     }
 
     /// Writes the lane's four elements of the span of `row` that begins at `first`. Returns the sum of their squares.
+    ///
+    /// # Safety
+    /// As for [`load_lane`](Self::load_lane), and nobody else uses these elements meanwhile.
     #[inline(always)]
     pub(crate) unsafe fn put_lane(&self, row: u32, first: u32, lane: u32, x: [f32; 4]) -> f32 {
         // SAFETY: the caller's word.
@@ -126,6 +147,9 @@ impl Residual {
     }
 
     /// Where [scaled](scaled_lane) ones of these go: in the order of [`slot`](crate::linear::slot).
+    ///
+    /// # Safety
+    /// As for [`load_lane`](Self::load_lane).
     #[inline(always)]
     pub(crate) unsafe fn scaled_of_lane(&self, row: u32, first: u32, lane: u32) -> GlobalMut<[u32; 2]> {
         let at = row as usize * self.dim as usize + slot(first + lane_element(lane)) as usize;
@@ -134,6 +158,9 @@ impl Residual {
     }
 
     /// Stores the sum of squares of an N-tile: `element` is one of its.
+    ///
+    /// # Safety
+    /// There is such a row, and `element` is below [`dim`](Self::dim).
     #[inline(always)]
     pub(crate) unsafe fn put_n_tile(&self, row: u32, element: u32, sum: f32) {
         // SAFETY: the caller's word.
@@ -141,6 +168,9 @@ impl Residual {
     }
 
     /// Stores the sum of squares of a span: `element` is one of its.
+    ///
+    /// # Safety
+    /// As for [`put_n_tile`](Self::put_n_tile); [`spans`](Self::spans) is not null.
     #[inline(always)]
     pub(crate) unsafe fn put_span(&self, row: u32, element: u32, sum: f32) {
         // SAFETY: the caller's word.
@@ -149,6 +179,10 @@ impl Residual {
 
     /// Stores the sums of squares of the span of `row` that begins at `first`, of whose elements each lane has the sum
     /// of its [four](Self::put_lane)'s squares.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, each with its own number as `lane`. There is such a row, `first` is a multiple of
+    /// [`SPAN`] below [`dim`](Self::dim), and [`spans`](Self::spans) is not null.
     #[inline(always)]
     pub(crate) unsafe fn put_sums(&self, row: u32, first: u32, lane: u32, mut sum: f32) {
         // SAFETY: the caller's word.
@@ -182,6 +216,9 @@ pub struct Norm {
 
 impl Norm {
     /// What the sums of `row` are multiplied by: `1 / sqrt(mean(x²) + eps)`. Every lane of the warp gets it.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it. [`squares`](Self::squares) is not null, and has this row.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms(&self, row: u32) -> f32 {
         // SAFETY: the caller's word.
@@ -192,6 +229,9 @@ impl Norm {
     }
 
     /// That, from the [squares](Self::lane_squares) of every lane.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it.
     #[inline(always)]
     pub(crate) unsafe fn inverse_rms_of(&self, squares: f32) -> f32 {
         // SAFETY: the caller's word.
@@ -205,6 +245,9 @@ impl Norm {
     }
 
     /// A lane's part of the sum of squares of each of `rows`: of every 32nd span.
+    ///
+    /// # Safety
+    /// [`squares`](Self::squares) is not null, and has these rows, four at most.
     #[inline(always)]
     pub(crate) unsafe fn lane_squares<const N: usize>(&self, rows: [u32; N]) -> [f32; N] {
         // SAFETY: the caller's word.

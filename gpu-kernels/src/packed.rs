@@ -20,6 +20,11 @@
 //!
 //! Where a page's keys or values are further apart (or zero), the page stays what it was. Either way its [form](Form)
 //! is noted.
+//!
+//! # Safety
+//! What is not a kernel is called by whole warps. A page that is named by its first byte in dynamic shared memory, a
+//! multiple of 16, is there with all that is read of it, visible to the warp, and nobody writes that before the warp is
+//! done. `token` is the first of a half of the page, 0 or 32; groups are below 4, and `lane` is the lane's own number.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
@@ -103,6 +108,9 @@ impl Group {
 
     /// Where group `i` of the half from `token` on is, of a page that begins at byte `page` of dynamic shared memory:
     /// its parts, for a lane.
+    ///
+    /// # Safety
+    /// The group is within dynamic shared memory.
     #[inline(always)]
     unsafe fn at(page: u32, token: u32, lane: u32, i: u32) -> [Shared<u32>; 3] {
         let group = page + token / WARP_KEYS * HALF_BYTES + i * GROUP_BYTES;
@@ -110,12 +118,16 @@ impl Group {
         [lane * 16, MIDDLE + lane * 16, SIGNS + lane * 4].map(|part| unsafe { shared::dynamic(group + part) })
     }
 
+    /// # Safety
+    /// The parts are a group's, for this lane.
     #[inline(always)]
     unsafe fn load([low, middle, signs]: [Shared<u32>; 3]) -> Self {
         // SAFETY: the caller's word.
         unsafe { Self { low: [low.load16(0), low.load16(128)], middle: middle.load16(0), signs: signs.load(0) } }
     }
 
+    /// # Safety
+    /// The parts are a group's, for this lane, and nobody else uses them meanwhile.
     #[inline(always)]
     unsafe fn store(&self, [low, middle, signs]: [Shared<u32>; 3]) {
         // SAFETY: the caller's word.
@@ -167,6 +179,9 @@ pub(crate) struct Half([Group; 4]);
 
 impl Half {
     /// Of the page that begins at byte `page` of dynamic shared memory, the half from `token` on.
+    ///
+    /// # Safety
+    /// The half is packed.
     #[inline(always)]
     pub unsafe fn load(page: u32, token: u32, lane: u32) -> Self {
         let mut half = Self([Group::EMPTY; 4]);
@@ -178,6 +193,9 @@ impl Half {
     }
 
     /// The fragments of group `i` alone: [`load`](Self::load) and [`fragments`](Self::fragments).
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load).
     #[inline(always)]
     pub unsafe fn load_fragments(page: u32, token: u32, lane: u32, i: usize, base: u32) -> [[u32; 4]; 4] {
         // SAFETY: the caller's word.
@@ -193,6 +211,10 @@ impl Half {
 
 /// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to`
 /// of dynamic shared memory. A warp does it together.
+///
+/// # Safety
+/// `from` is the page's keys or values in the cache, not packed. `to` is a multiple of 16, with room for all of them;
+/// nobody else uses what is brought before the function returns, and nobody writes the cache's meanwhile.
 #[inline(always)]
 pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
     // SAFETY: the caller's word.
@@ -240,6 +262,9 @@ impl PackPages {
     pub const SHARED_BYTES: u32 = EXTREMES + 4 * WARPS * 4;
 
     /// The block of this thread block: its number in its layer, where its keys are, and where its form is.
+    ///
+    /// # Safety
+    /// The block is of a launch whose parameter block this is.
     #[inline(always)]
     unsafe fn block(&self) -> (u32, GlobalMut<u32>, GlobalMut<u32>) {
         // SAFETY: the caller's word.
@@ -385,6 +410,9 @@ pub unsafe fn unpack_pages(p: PackPages) {
 
 /// The block copies `bytes` of keys and as many of values, which follow each other from byte `from` of shared memory
 /// on, to the page.
+///
+/// # Safety
+/// The whole block calls it, and has met since these bytes were written. The page is the block's.
 #[inline(always)]
 unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
     // SAFETY: the caller's word.

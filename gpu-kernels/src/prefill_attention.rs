@@ -25,6 +25,13 @@
 //! # Order
 //! Blocks of keys are cut by position alone, from key 0 on, and a row never meets another. So a row's result depends on
 //! its own keys alone: not on how the prompt is cut into chunks, nor on where in its tile the row is (tested).
+//!
+//! # Safety
+//! `p` is a launch's parameter block, whose addresses and maps are as it says. The whole block begins in `attend`,
+//! which makes all barriers before anyone waits for one. `produce` is one lane's of warpgroup 2; `consume`, and what it
+//! calls, is called by whole warpgroups 0 and 1. Both take the tile's blocks of keys in the same order, and the same
+//! number of them. Accumulators are the warpgroup's own, and are read when the MMAs that write them have been waited
+//! for.
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier};
@@ -121,6 +128,8 @@ struct Ring {
 }
 
 impl Ring {
+    /// # Safety
+    /// The block has [`SHARED_BYTES`]. `stages` and `first_barrier` are those of keys or of values.
     #[inline(always)]
     unsafe fn new(stages: u32, first_barrier: u32) -> Self {
         // SAFETY: the caller's word.
@@ -144,6 +153,10 @@ impl Ring {
 
     /// Releases the stage: `free` is the first stage's `empty`, in each of the blocks whose copies land here; one lane
     /// for each `tells`.
+    ///
+    /// # Safety
+    /// The lane's warpgroup has waited for the stage, and its MMAs that read it are done. `free` is as said above, of
+    /// blocks that are still there.
     unsafe fn release(&mut self, free: PeerBarrier, tells: bool) {
         // SAFETY: the caller's word.
         unsafe { free.at(self.turn % STAGES).arrive_if(tells) };
@@ -155,6 +168,9 @@ impl Ring {
     }
 
     /// Made by one lane, before anyone waits, for warpgroups of `cluster` blocks.
+    ///
+    /// # Safety
+    /// One lane of the block calls it, once.
     unsafe fn init(&self, cluster: u32) {
         let mut i = 0;
         while i < STAGES {
@@ -168,12 +184,18 @@ impl Ring {
         }
     }
 
+    /// # Safety
+    /// The barriers were [made](Self::init), and the block has met since.
     unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
         unsafe { self.full().wait(self.parity()) }
     }
 
     /// Waits until the stage is free, and has its barrier expect a whole stage of bytes.
+    ///
+    /// # Safety
+    /// As for [`wait_full`](Self::wait_full), and the lane is the one that fills. It starts copies of so many bytes
+    /// next, or in a cluster its part of them.
     unsafe fn begin_fill(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -199,6 +221,9 @@ struct Running {
 }
 
 /// `S = Q · Kᵀ` in the lower accumulators: begun, not waited for.
+///
+/// # Safety
+/// The queries and the keys are there. Nobody needs the lower accumulators, and no MMAs write them.
 #[inline(always)]
 unsafe fn begin_scores(queries: Operand, keys: Operand) {
     // SAFETY: the caller's word.
@@ -214,6 +239,9 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
 }
 
 /// `O += P · V` in the upper accumulators: begun, not waited for.
+///
+/// # Safety
+/// The values are there, and the weights in their place. With `keep` the upper accumulators hold the outputs so far.
 #[inline(always)]
 unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
     // SAFETY: the caller's word.
@@ -232,6 +260,9 @@ type KeyWeights = [[[f32; 2]; 2]; 16];
 
 /// The scores of the keys from `key` on become weights. Returns also what the outputs so far are to be multiplied by.
 /// `limit`: the last key that each of the two rows sees, if some see not all.
+///
+/// # Safety
+/// The lower accumulators hold the scores, and their MMAs are done. All lanes of the warp call it.
 #[inline(always)]
 unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> (KeyWeights, [f32; 2]) {
     let mut s = [[[0f32; 2]; 2]; 16];
@@ -295,6 +326,10 @@ fn scale_outputs(factors: [f32; 2]) {
 }
 
 /// One lane loads the queries, then keys and values in the order in which they are used.
+///
+/// # Safety
+/// One lane of the block calls it, once. `head` is a query head, `tile` one of the launch's, and `blocks` how many
+/// blocks of keys its last row sees. `queries_full` was made.
 #[inline(always)]
 unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     // SAFETY: the caller's word.
@@ -368,6 +403,9 @@ macro_rules! quarter_words {
 }
 
 /// A warpgroup's rows.
+///
+/// # Safety
+/// Warpgroups 0 and 1 call it, once, with what [`produce`] has, and with registers for the accumulators.
 #[inline(always)]
 unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     // SAFETY: the caller's word.
@@ -474,6 +512,8 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
     }
 }
 
+/// # Safety
+/// All threads of every block call it, [`THREADS`] of each, in clusters of `CLUSTER` blocks.
 #[inline(always)]
 unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
     // SAFETY: the caller's word.

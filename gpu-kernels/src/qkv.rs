@@ -8,6 +8,12 @@
 //! rotated[d]      = x[d]      · cos[position, d] − x[d + 64] · sin[position, d]        d < 64
 //! rotated[d + 64] = x[d + 64] · cos[position, d] + x[d]      · sin[position, d]
 //! ```
+//!
+//! # Safety
+//! Whole warps call what is not a kernel, with the same arguments in all lanes. Rows and heads that are named are among
+//! those of the launch's parameter block, whose addresses are as it says; positions are within the tables of cosines
+//! and sines. What the projection left is there, and nobody writes it meanwhile. What is written is this warp's alone,
+//! and nobody reads it before they have met.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
@@ -83,6 +89,9 @@ struct HeadOf {
 }
 
 /// One warp's work: `N` heads. All that comes from far is asked for at once.
+///
+/// # Safety
+/// The rows' positions have pages in the cache.
 #[inline(always)]
 unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
     // SAFETY: the caller's word.
@@ -120,6 +129,9 @@ unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
 
 /// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of
 /// `step`, one after another.
+///
+/// # Safety
+/// As for [`split_some`], of all rows. `step` is not 0, and nobody else has the same numbers.
 #[inline(always)]
 pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
     // SAFETY: the caller's word.
@@ -160,6 +172,9 @@ pub(crate) struct Factors {
 
 impl Factors {
     /// Those of `position`.
+    ///
+    /// # Safety
+    /// The norm has [`HEAD_DIM`] weights, at a multiple of 4 bytes.
     #[inline(always)]
     pub unsafe fn load(norm: Global<bf16>, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
         // SAFETY: the caller's word.
@@ -167,6 +182,9 @@ impl Factors {
     }
 
     /// A lane's part of the norm's weights.
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load).
     #[inline(always)]
     pub unsafe fn load_weight(norm: Global<bf16>) -> Weight {
         // SAFETY: the caller's word.
@@ -177,6 +195,9 @@ impl Factors {
     }
 
     /// Those of `position` with weights that are there.
+    ///
+    /// # Safety
+    /// The tables of cosines and sines have this position.
     #[inline(always)]
     pub unsafe fn of(weight: Weight, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
         // SAFETY: the caller's word.
@@ -199,6 +220,9 @@ pub(crate) struct HeadVector {
 impl Heads {
     /// A lane's part of head `head` of all three kinds, of `row`, as the projection left it; dimensions as in
     /// [`HeadVector`].
+    ///
+    /// # Safety
+    /// There is such a row and head.
     #[inline(always)]
     pub unsafe fn load(&self, row: u32, head: u32) -> [[f32; 2]; 2] {
         // SAFETY: the caller's word.
@@ -211,6 +235,9 @@ impl Heads {
     }
 
     /// Dimensions `d` to `d + 4` of a row's value, as the projection left them; `d` is a multiple of 4.
+    ///
+    /// # Safety
+    /// There is such a row and key-value head. `d` is below [`HEAD_DIM`], and may be another in each lane.
     #[inline(always)]
     pub unsafe fn load_value(&self, row: u32, kv_head: u32, d: u32) -> [f32; 4] {
         // SAFETY: the caller's word.
@@ -292,6 +319,9 @@ impl HeadVector {
 
     /// Writes it as the row of `position`, each dimension at its [`place`]. A query stands as position 0 does: one
     /// dimension after another.
+    ///
+    /// # Safety
+    /// There is room for [`HEAD_DIM`] elements.
     #[inline(always)]
     pub unsafe fn store(&self, to: GlobalMut<bf16>, position: u32) {
         unroll!(I < 2; {
@@ -302,6 +332,9 @@ impl HeadVector {
     }
 
     /// Writes it as the row of a token of the page in shared memory that begins at byte `page` and lies so.
+    ///
+    /// # Safety
+    /// The page is in dynamic shared memory at a multiple of 16, and `token` below the tokens of a page.
     #[inline(always)]
     pub unsafe fn store_in_page(&self, layout: PageLayout, page: u32, token: u32) {
         unroll!(I < 2; {
@@ -313,6 +346,9 @@ impl HeadVector {
 
     /// Writes a query to shared memory so that its `32 j + 8 t`-th element is followed by what
     /// [`score_keys`](crate::attention::score_keys) wants of it together.
+    ///
+    /// # Safety
+    /// There is room for [`HEAD_DIM`] elements.
     #[inline(always)]
     pub unsafe fn store_for_words(&self, to: Shared<bf16>) {
         // SAFETY: the caller's word.
@@ -325,6 +361,9 @@ impl HeadVector {
     }
 
     /// Writes a query into a tile of queries in shared memory, as this pair's: see [`query_word`].
+    ///
+    /// # Safety
+    /// There is room for a tile of queries, of which `pair` is one.
     #[inline(always)]
     pub unsafe fn store_query(&self, tile: Shared<bf16>, pair: u32) {
         // SAFETY: the caller's word.
@@ -336,6 +375,9 @@ impl HeadVector {
     }
 
     /// [`store`](Self::store) to shared memory.
+    ///
+    /// # Safety
+    /// There is room for [`HEAD_DIM`] elements.
     #[inline(always)]
     pub unsafe fn store_shared(&self, to: Shared<bf16>, position: u32) {
         unroll!(I < 2; {

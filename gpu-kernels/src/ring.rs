@@ -2,6 +2,12 @@
 //!
 //! Stages lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that
 //! it is free.
+//!
+//! # Safety
+//! [`Ring`] says what all that is unsafe here asks. Beyond that, a producer fills a stage that it has waited for, and
+//! tells its full barrier of as many bytes as the copies bring. A consumer is never more than one phase behind a
+//! barrier that it asks, which tells a phase from the next alone. One lane may call what waits; all lanes of a warp
+//! call what releases.
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
@@ -63,6 +69,10 @@ impl Ring {
 
     /// Makes all barriers: a stage is full after one arrival and its bytes, and free after `consumers`. One lane does
     /// it, before anyone waits.
+    ///
+    /// # Safety
+    /// The block has shared memory for the barriers, of which nothing is in use; `consumers` is at least 1. The lane
+    /// [fences](bulk::fence_init) them afterwards, and then the block synchronises.
     #[inline(always)]
     pub unsafe fn init(shape: Shape, consumers: u32) {
         let mut stage = 0;
@@ -133,6 +143,9 @@ impl Ring {
     }
 
     /// A consumer waits until the stage and the next one are full. Both are asked at once, as an answer takes its time.
+    ///
+    /// # Safety
+    /// As for [`wait_full`](Self::wait_full), of both: the next stage is to be filled, too.
     #[inline(always)]
     pub unsafe fn wait_full_pair(&self) {
         let next = self.ahead(1);
@@ -154,6 +167,9 @@ impl Ring {
     }
 
     /// A producer waits until no more than `copies` of its stages, this one included, will be under way.
+    ///
+    /// # Safety
+    /// `copies` is at least 1, and at most the ring's stages.
     #[inline(always)]
     pub unsafe fn wait_under_way(&self, copies: u32) {
         // The stage so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
@@ -176,6 +192,10 @@ impl Ring {
 
     /// Releases a stage that a whole warp has read by ordinary loads. Lanes with `arrives` do so, each its own stage.
     /// Without the fence TMA overwrote what was still being read.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, and have waited for each stage that is released. Of all warps together as many
+    /// lanes arrive for a stage as [`init`](Self::init) was told of.
     #[inline(always)]
     pub unsafe fn release(&self, arrives: bool) {
         // SAFETY: the caller's word.
@@ -187,6 +207,10 @@ impl Ring {
     }
 
     /// The same of a stage whose content went into `sum`. It is read by then, and needs no fence.
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release). `sum` is what the warp's products made of all that its lanes have read of the
+    /// stage.
     #[inline(always)]
     pub unsafe fn release_behind(&self, sum: f32, arrives: bool) {
         // The assembler does not know that it is zero.
@@ -199,6 +223,9 @@ impl Ring {
     }
 
     /// Releases the stage and the next one, likewise.
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release), of both stages.
     #[inline(always)]
     pub unsafe fn release_pair(&self, arrives: bool) {
         // SAFETY: the caller's word.

@@ -26,6 +26,12 @@
 //! Then it is accepted with probability `p(d)`, and on refusal the draw is from `p` without `d`. Drawing from `p` and
 //! comparing does the same in one stroke. And since the draw is the same with or without the draft, drafting does not
 //! change sampled output either.
+//!
+//! # Safety
+//! Functions that are not kernels are parts of `sample`, `sample_each` or what notes logits: whole CTAs call them, and
+//! for a row all CTAs of its [`team`], which take the same way, since they wait for each other. So launches are
+//! cooperative. Inputs are as the launch's parameter block says. A CTA has [`SHARED_BYTES`] of dynamic shared memory to
+//! itself. The choice that is made lies there when `choose` begins, until the CTA has met after it.
 
 mod mass;
 mod row;
@@ -87,6 +93,10 @@ pub struct Split {
 
 impl Split {
     /// The number of this CTA's team, how many teams there are, and the team.
+    ///
+    /// # Safety
+    /// The block is of the launch that this is a part of the parameters of: [`splits`](Self::splits) is not 0, and
+    /// there is scratch for every team.
     #[inline(always)]
     pub(crate) unsafe fn team(&self) -> (u32, u32, Team) {
         // SAFETY: the caller's word.
@@ -171,6 +181,9 @@ impl Settings {
     }
 
     /// From [`Choice::words`].
+    ///
+    /// # Safety
+    /// There are nine words, which nobody writes meanwhile.
     #[inline(always)]
     unsafe fn load(words: Shared<u32>) -> Self {
         // SAFETY: the caller's word.
@@ -231,6 +244,9 @@ impl Choice {
     pub const WORDS: usize = 13;
 
     /// From [`words`](Self::words).
+    ///
+    /// # Safety
+    /// There are [`WORDS`](Self::WORDS), which nobody writes meanwhile.
     #[inline(always)]
     unsafe fn load(words: Shared<u32>) -> Self {
         // SAFETY: the caller's word.
@@ -241,6 +257,9 @@ impl Choice {
     }
 
     /// Puts its [words](Self::words) there.
+    ///
+    /// # Safety
+    /// There is room for [`WORDS`](Self::WORDS), and nobody else uses it meanwhile. One lane calls it.
     #[inline(always)]
     unsafe fn store(&self, to: Shared<u32>) {
         let words = self.words();
@@ -325,6 +344,10 @@ pub unsafe fn sample_each(p: SampleEach) {
 }
 
 /// Makes the choice that lies in shared memory, and stores the token.
+///
+/// # Safety
+/// Threads of the CTA have put the choice there; it need not have met since. The team is fresh, and its row among the
+/// inputs. `token` is this choice's, and nobody else's.
 #[inline(always)]
 unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
@@ -360,6 +383,9 @@ unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
 }
 
 /// The choice that is being made: what is needed of it is read where it is needed.
+///
+/// # Safety
+/// The choice lies in shared memory, and the CTA has met since.
 #[inline(always)]
 unsafe fn choice() -> Choice {
     // SAFETY: the caller's word.
@@ -367,6 +393,9 @@ unsafe fn choice() -> Choice {
 }
 
 /// The random number of the choice.
+///
+/// # Safety
+/// As for [`choice`].
 #[inline(always)]
 unsafe fn number() -> u64 {
     // SAFETY: the caller's word.
@@ -378,6 +407,9 @@ unsafe fn number() -> u64 {
 ///
 /// What is kept is decided by logits after the temperature, but found by those before it, whose order is the same, and
 /// which need no division.
+///
+/// # Safety
+/// `row` has this CTA's slice, and the choice's logits. `among_few` is the same for the whole team.
 #[inline(always)]
 unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
@@ -423,6 +455,10 @@ unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, tok
 /// Nominates the `count` best tokens of those in `question`, others that the temperature makes equal to the last of
 /// them, and some more: of each thread's best the `count`-th says how good these are at least. Does nothing, and says
 /// so, where fewer threads have any.
+///
+/// # Safety
+/// `mine` is the thread's best rank in the CTA's slice of the row. `question`, `count`, not 0, and `temperature` are
+/// the same for the whole team.
 #[inline(always)]
 pub(crate) unsafe fn nominate_best<C: Change>(
     team: &mut Team,
@@ -474,6 +510,9 @@ fn least_mass(min_p: f32) -> u64 {
 /// Stores the first token in vocabulary order whose running total of `weigh`, of logits from `least` on, exceeds its
 /// share of the total: by the CTA in whose slice it is. Slices become parts of warps, and parts of these, until a warp
 /// has the rest.
+///
+/// # Safety
+/// `row` has this CTA's slice, and `least` is the same for the whole team, as `weigh` does the same.
 #[inline(always)]
 unsafe fn draw<C: Change>(
     team: &mut Team,
@@ -522,6 +561,9 @@ unsafe fn draw<C: Change>(
 }
 
 /// Draws from the team's candidates, which are all that top-k can keep: a thread has one.
+///
+/// # Safety
+/// This CTA is the team's last, and has not reset it. There are `count` candidates, at most [`MOST_CANDIDATES`].
 #[inline(always)]
 unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
@@ -559,6 +601,9 @@ unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
 }
 
 /// What those of the first `count` candidates weigh together of whose ranks a condition holds.
+///
+/// # Safety
+/// The CTA's threads have left `count` ranks in shared memory, and what `weigh` reads, and met.
 #[inline(always)]
 unsafe fn sum_where(count: u32, condition: impl Fn(u64) -> bool, weigh: impl Fn(usize) -> u64) -> u64 {
     // SAFETY: the caller's word.

@@ -6,6 +6,11 @@
 //! the tokens of rows `0..=r` are confirmed as long as each prediction equals the draft in the next row (Leviathan et
 //! al., 2023, "Fast Inference from Transformers via Speculative Decoding"; drafts by n-gram match propose with
 //! certainty, and then rejection sampling is this comparison: see `sample`).
+//!
+//! # Safety
+//! What is not a kernel is called in a launch whose parameter block `p` is, with addresses as that says. One whole warp
+//! plans, and one accepts; its lanes have numbers from 0 on, and nobody else uses what they write before the launch
+//! ends, but for the host, which waits for a report's flag.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
@@ -182,6 +187,8 @@ struct Before {
 }
 
 impl Before {
+    /// # Safety
+    /// What was accepted before is there: the history has a token.
     #[inline(always)]
     unsafe fn look(p: &PlanDecode) -> Self {
         // SAFETY: the caller's word.
@@ -197,6 +204,10 @@ impl Before {
     }
 
     /// By the lanes `r` of a warp, if so many `rows` are proposed, and in row `r` this `draft`.
+    ///
+    /// # Safety
+    /// All lanes of one warp call it, once. There is room for as many rows as are worth it, at most
+    /// [`MAX_DECODE_ROWS`].
     #[inline(always)]
     unsafe fn plan(self, p: &PlanDecode, r: u32, rows: i32, draft: i32) {
         // SAFETY: the caller's word.
@@ -297,6 +308,10 @@ struct Accepted {
 
 impl Accepted {
     /// All of [`accept`] but the sequence flag, by the lanes of a warp.
+    ///
+    /// # Safety
+    /// All lanes of one warp call it, once, when the step is done. Where rows have paths,
+    /// [`first_row`](Accept::first_row) is 0.
     #[inline(always)]
     unsafe fn new(p: &Accept, lane: u32) -> Self {
         // SAFETY: the caller's word.
@@ -395,6 +410,9 @@ impl Accepted {
     }
 
     /// Shows the host the report.
+    ///
+    /// # Safety
+    /// The lanes of that warp call it, once.
     #[inline(always)]
     unsafe fn tell(self) {
         if self.lane == 0 {

@@ -14,6 +14,10 @@
 //!
 //! Within a gate-up N-tile rows 0 to 7 are gate features and rows 8 to 15 their up features, so that SwiGLU stays in
 //! the lane's block. [`lay_out`] makes this order from a checkpoint's.
+//!
+//! # Safety
+//! Apart from [`lay_out`], what is unsafe here finds places, and reads and writes nothing. The matrix is laid out for
+//! at least one block, and has the N-tile.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
 
@@ -146,6 +150,9 @@ pub(crate) struct Slices {
 impl Slices {
     /// Those of `n_tile`, a multiple of [`TOGETHER`], of a matrix of so many `n_tiles` of `k` input features, laid out
     /// for `blocks` blocks from chunk `base` on.
+    ///
+    /// # Safety
+    /// `blocks` is at least 1, and `n_tile` is below `n_tiles`.
     #[inline(always)]
     pub unsafe fn new(base: u64, blocks: u32, n_tiles: u32, k: u32, n_tile: u32) -> Self {
         let matrix = StreamMatrix { stream: Global::default(), base, blocks, n_tiles, k };

@@ -12,6 +12,11 @@
 //! [split](crate::attention::SPLIT): whoever plans a tree sees to that.
 //!
 //! When a path is accepted, [`keep_path`] moves what its rows have left from their slots to their positions.
+//!
+//! # Safety
+//! What moves is called by all 256 threads of a block, each with its own number as `thread`; the rest is the same for
+//! all. Both positions have room, in pages of the sequence or among hidden states, and nobody else uses what is at
+//! either meanwhile.
 
 mod plan;
 

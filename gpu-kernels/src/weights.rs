@@ -13,6 +13,11 @@
 //! To add one: a type here that implements [`WeightFormat`], and [`FragmentFormat`] if it becomes fragments (and
 //! `BatchedFormat` for steps of many sequences), a kernel that makes it, and a line for each kernel that is to read
 //! it.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, and its weights are as that says. A whole warp calls what is unsafe here, each
+//! lane with its own number: a producer's to fill a stage that is empty, a consumer's to load from one that is full,
+//! which nobody fills or releases meanwhile.
 
 // What needs `wgmma`.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -148,6 +153,9 @@ impl FragmentFormat for Plain {
 
 impl Plain {
     /// Starts the copies of an N-tile's chunk of this stream.
+    ///
+    /// # Safety
+    /// As for [`fill`](WeightFormat::fill), of a stream that has the wave.
     #[inline(always)]
     unsafe fn fill_from(stream: Global<bf16>, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.

@@ -97,10 +97,11 @@ impl Workspace {
         }
     }
 
-    /// Query heads that share a key-value head.
+    /// Query heads that share a key-value head, of a workspace that was filled in: at least one, at most [`PAIRS`].
     #[inline(always)]
     pub(crate) fn group(&self) -> u32 {
-        // SAFETY: the model has heads, at most 16 to a key-value head.
+        // SAFETY: a workspace is a launch's parameters, and the launcher's word is that the model has heads, at most 16
+        // to a key-value head.
         unsafe {
             cuda_std::assume(self.kv_heads > 0);
             let group = self.q_heads / self.kv_heads;

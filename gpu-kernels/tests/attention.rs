@@ -4,7 +4,7 @@ mod common;
 
 use common::{CodeBuffers, Random, RowBuffers, relative_error, reordered, run, widen};
 use cuda_std::bf16;
-use cuda_std::emulator::Buffer;
+use cuda_std::emulator::{self, Buffer, Launch, MissingWait};
 use cuda_std::tensor::{Matrix, TensorMap};
 use gpu_kernels::attention::{self, Attend, SPLIT};
 use gpu_kernels::kv::{self, Cache, HEAD_DIM, PAGE_TOKENS, place};
@@ -113,6 +113,17 @@ impl Case {
 
     /// The kernel for prompts, over rows cut into tiles of the given heights.
     fn prefill(&self, q: &[bf16], start: usize, heights: &[usize], seed: u64) -> Vec<bf16> {
+        self.prefill_by(q, start, heights, |grid, out, params| self.run_prefill(heights, seed, grid, out, params))
+    }
+
+    /// What a launch of it reads and writes.
+    fn prefill_by<R>(
+        &self,
+        q: &[bf16],
+        start: usize,
+        heights: &[usize],
+        launch: impl FnOnce([u32; 3], &Buffer<bf16>, PrefillAttention) -> R,
+    ) -> R {
         let rows: usize = heights.iter().sum();
         let mut tiles = Vec::new();
         let mut row = 0;
@@ -144,7 +155,19 @@ impl Case {
             q_heads: self.q_heads as u32,
             scale: 1.0 / (D as f32).sqrt(),
         };
-        let grid = [self.q_heads as u32, tiles.len() as u32, 1];
+        launch([self.q_heads as u32, tiles.len() as u32, 1], &out, params)
+    }
+
+    /// Launches it, alone and in pairs, and with codes for its outputs.
+    fn run_prefill(
+        &self,
+        heights: &[usize],
+        seed: u64,
+        grid: [u32; 3],
+        out: &Buffer<bf16>,
+        params: PrefillAttention,
+    ) -> Vec<bf16> {
+        let rows: usize = heights.iter().sum();
         run::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, seed, params);
         if (self.q_heads / self.kv_heads).is_multiple_of(2) {
             let paired = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
@@ -229,6 +252,26 @@ proptest! {
 
 /// A tile whose rows end in different splits: the earlier rows are finished by the first, and the second leaves them
 /// alone.
+/// Each wait of the kernel for prompts, left out: of keys and values that are not there yet, and of stages that are still
+/// read.
+#[test]
+fn a_missing_wait_is_found() {
+    let mut random = Random::new(1);
+    let case = Case::new(1, 1, 1000, &mut random);
+    let q = random.bf16s(100 * D);
+    let run = |missing| {
+        case.prefill_by(&q, 900, &[100], |grid, _, params| {
+            let (threads, shared_bytes) = (prefill_attention::THREADS, prefill_attention::SHARED_BYTES);
+            let launch = Launch { grid, threads, shared_bytes, missing: Some(missing), ..Launch::default() };
+            emulator::launch::<prefill_attention::prefill_attention>(&launch, params).map(|report| report.left_out)
+        })
+    };
+    for missing in [MissingWait::Phase as fn(u64) -> MissingWait, MissingWait::Mmas] {
+        let waits = emulator::leave_out_each((0..99).map(missing), run);
+        assert!((12..99).contains(&waits.found) && waits.unfound.is_empty(), "{waits:?}");
+    }
+}
+
 #[test]
 fn rows_of_a_tile_may_end_in_different_splits() {
     let mut random = Random::new(4);

@@ -9,7 +9,7 @@ use crate::draft::{self, Draft, DraftCheckpoint, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
-/// times as long as one of a row (`model/examples/cpu_speed.rs`), as they widen the weights first.
+/// times as long as one of a row (`benches/examples/cpu_speed.rs`), as they widen the weights first.
 pub(crate) const DRAFT_COST: drafting::Cost =
     drafting::Cost { any: drafting::ONE * 13 / 8, each: drafting::ONE * 5 / 16 };
 

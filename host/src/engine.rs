@@ -79,7 +79,7 @@ pub struct LoadOptions {
     /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows,
     /// the less.
     pub context: Option<usize>,
-    /// A model or a head that drafts for the other, if there is one. A batch refuses a head.
+    /// A model or a head that drafts for the other, if there is one.
     pub draft_model: Option<DraftCheckpoint>,
 }
 

@@ -1,4 +1,4 @@
-//! What the crates' manifests rely on.
+//! What manifests and lints rely on, and do not hold themselves.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,4 +30,32 @@ fn a_library_that_is_not_built_for_tests_has_none() {
             assert_eq!(found, None, "{} has unit tests: put them into {krate}/tests", source.display());
         }
     }
+}
+
+/// The lint asks exported functions alone for their contract. Of the others each has one of its own, or its module has
+/// one for all of them; a kernel's is its parameter block's.
+#[test]
+fn unsafe_functions_of_kernels_have_a_contract() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../gpu-kernels/src");
+    let mut found = 0;
+    for source in sources(&root) {
+        let text = fs::read_to_string(&source).unwrap();
+        let of_module = text.lines().any(|line| line == "//! # Safety");
+        let mut above: Vec<&str> = Vec::new();
+        for line in text.lines().map(str::trim_start) {
+            if line.starts_with("///") || line.starts_with("#[") || line.starts_with("//") {
+                above.push(line);
+                continue;
+            }
+            let name = line.split_once("unsafe fn ").map(|(_, rest)| rest);
+            let is_kernel = above.iter().any(|line| line.starts_with("#[kernel"));
+            if let Some(name) = name.filter(|_| !is_kernel) {
+                let has_own = above.contains(&"/// # Safety");
+                assert!(of_module || has_own, "{}: {name} needs a `# Safety`", source.display());
+                found += 1;
+            }
+            above.clear();
+        }
+    }
+    assert!(found > 400, "{found} functions");
 }

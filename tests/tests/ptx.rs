@@ -1,4 +1,4 @@
-//! The PTX as the assembler sees it, of what answers need and of what measures: valid at both levels, and no register
+//! The PTX as the assembler sees it, of what answers need and of what measures: valid at every level, and no register
 //! spilled to memory but in [`SPILLING`].
 
 use std::path::{Path, PathBuf};

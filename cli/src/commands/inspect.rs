@@ -163,7 +163,7 @@ struct Generation {
 struct Memory {
     context: usize,
     weight_bytes: u64,
-    /// Bytes of weights on Hopper, of a quantised model where memory is scarce; null for others.
+    /// Bytes of weights from Hopper on, of a quantised model where memory is scarce; null for others.
     code_bytes: Option<u64>,
     /// Whether those are all that is kept on Hopper.
     #[serde(skip)]
@@ -173,7 +173,7 @@ struct Memory {
     packed_bytes: Option<u64>,
     /// The same as bf16.
     packed_from_bytes: Option<u64>,
-    /// Bytes of all weights where packed ones are all that is kept of the matrices: on Hopper, where memory is scarce.
+    /// Bytes of all weights where packed ones are all that is kept of the matrices: from Hopper on, if memory is scarce.
     packed_alone_bytes: Option<u64>,
     kv_bytes_per_token: usize,
     working_bytes: u64,
@@ -470,7 +470,7 @@ impl fmt::Display for Memory {
         writeln!(f, "\nmemory on a card, for {} tokens of context", self.context)?;
         row(f, "weights", gib(self.weight_bytes))?;
         if let Some(bytes) = self.code_bytes {
-            let when = if self.codes_alone { "on Hopper" } else { "on Hopper where memory is scarce" };
+            let when = if self.codes_alone { "on Hopper" } else { "from Hopper on where memory is scarce" };
             row(f, "  as codes", format_args!("{}, {when}", gib(bytes)))?;
         }
         if let (Some(packed), Some(plain)) = (self.packed_bytes, self.packed_from_bytes) {
@@ -478,7 +478,7 @@ impl fmt::Display for Memory {
             row(f, "  packed", format_args!("{} where packing pays, {share:.1} % of {}", gib(packed), gib(plain)))?;
         }
         if let Some(bytes) = self.packed_alone_bytes {
-            row(f, "  packed alone", format_args!("{}, on Hopper where memory is scarce", gib(bytes)))?;
+            row(f, "  packed alone", format_args!("{}, from Hopper on where memory is scarce", gib(bytes)))?;
         }
         let per_token = self.kv_bytes_per_token as f64 / 1024.0;
         row(

@@ -4,6 +4,12 @@
 //! What the warps exchange is weights, an eighth of what their sums would take. Up to two tiles are taken at a time: a
 //! key and a value are read from shared memory once for both, and the one's products fill the other's latencies. Sums
 //! are those of [`reduce`](super::reduce), term by term.
+//!
+//! # Safety
+//! The 8 warps of a block, numbers 0 to 7, call these functions, whole and for the same tiles of the same launch; `p`
+//! is its parameter block, as that says it is. A place of weights is [`TileWeights::BYTES`] of dynamic shared memory at
+//! a multiple of 16. All 8 warps leave their weights and meet before one reads any, and all are done with reading when
+//! a place is written again.
 
 use core::ops::Range;
 
@@ -41,6 +47,9 @@ impl TileWeights {
     }
 
     /// Leaves what a warp weighs its keys by.
+    ///
+    /// # Safety
+    /// Nobody reads the place any more, or yet. `weights` are this warp's.
     #[inline(always)]
     pub unsafe fn leave(&self, tile: &Tile, weights: &SoftmaxWeights) {
         // SAFETY: the caller's word.
@@ -83,6 +92,9 @@ pub(crate) struct DimSums<const N: usize> {
 
 impl<const N: usize> DimSums<N> {
     /// What warp `warp` begins to add, once all warps have left their weights.
+    ///
+    /// # Safety
+    /// All 8 warps have left the weights of all tiles, and met.
     #[inline(always)]
     pub unsafe fn new(weights: [TileWeights; N], lane: u32, warp: u32) -> Self {
         let (lane, warp) = (thread::opaque(lane), thread::opaque(warp));
@@ -103,6 +115,9 @@ impl<const N: usize> DimSums<N> {
     }
 
     /// What adds the values of a warp's keys: the tiles' weights, and their normalisers and factors.
+    ///
+    /// # Safety
+    /// `warp` is below 8.
     #[inline(always)]
     unsafe fn load(&self, warp: u32) -> Window<N> {
         let mut window = Window { weights: [[[0; 4]; 2]; N], tops: [[0.0; 2]; N], norms: [[0.0; 2]; N] };
@@ -137,6 +152,9 @@ impl<const N: usize> DimSums<N> {
 
     /// Adds the values of the keys of the first `warps` warps, an even number: first to last. `values(warp, n)` gives
     /// those of a warp's keys in the eight dimensions from `8 n` on.
+    ///
+    /// # Safety
+    /// `warps` is even, and at most 8. What `values` reads is there.
     #[inline(always)]
     pub unsafe fn add(&mut self, warps: u32, values: impl Fn(u32, u32) -> [u32; 4]) {
         let mut warp = 0;
@@ -170,6 +188,9 @@ impl<const N: usize> DimSums<N> {
 
     /// Likewise of further warps whose keys differ between a tile's rows: `sums(warp, tile, weights, n)` gives the sums
     /// over a warp's keys of the dimensions from `8 n` on, as the tensor core leaves them.
+    ///
+    /// # Safety
+    /// The warps are among the 8, and behind those of [`add`](Self::add). What `sums` reads is there.
     #[inline(always)]
     pub unsafe fn add_apart(
         &mut self,
@@ -193,6 +214,9 @@ impl<const N: usize> DimSums<N> {
     }
 
     /// Puts them where [`reduce`](super::reduce) does.
+    ///
+    /// # Safety
+    /// The tiles are those whose weights were added, all of them.
     #[inline(always)]
     pub unsafe fn put(
         &self,

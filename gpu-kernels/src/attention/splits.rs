@@ -1,4 +1,11 @@
 //! The splits of a context are added: by a block, or by one warp in the same order.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, as that says it is. The 8 warps from the block's first on call [`combine_head`]
+//! whole and together, for the same head of the same row, since they meet at barrier 1, which nobody else uses
+//! meanwhile. The row has as many splits as its position says, all of them were kept in `p`'s memory, and the block has
+//! waited for that. From byte `scratch` of dynamic shared memory on, a multiple of 16, there are
+//! [`Attend::COMBINE_SHARED_BYTES`] that nobody else touches until the function returns.
 
 use cuda_std::{bf16, kernel, math, shared, thread, warp};
 

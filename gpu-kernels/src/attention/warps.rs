@@ -1,4 +1,12 @@
 //! What a block's warps found of one split is added, by way of shared memory.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, as that says it is, and the tile is of its rows, of at least one pair. The 8
+//! warps of the tile, numbers 0 to 7, call these functions whole and together, with the same tile but for their lane
+//! and number, since they meet at `barrier`, which nobody else uses meanwhile. From byte `scratch` of dynamic shared
+//! memory on, a multiple of 16, they have room for [`Attend::SHARED_BYTES`], which nobody else touches from the first
+//! warp's call to the last one's return. `put` and `keep` may be called for every pair of the tile, of each two
+//! dimensions by one lane.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{math, thread, warp};
@@ -106,6 +114,9 @@ pub(crate) unsafe fn reduce(
 
 /// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from
 /// `scratch` on is free again after they have met once more.
+///
+/// # Safety
+/// The tile has at most [`QUARTER`] pairs. The 8 warps meet once more before anyone writes to the shared memory again.
 #[inline(always)]
 pub(crate) unsafe fn reduce_few(
     p: &Attend,
@@ -179,6 +190,9 @@ impl Few {
     }
 
     /// A lane that [holds](Self::holds) something leaves its weighted sums of dimensions `8n + 2t` and one on.
+    ///
+    /// # Safety
+    /// The lane [holds](Self::holds) something. `n` is below 16.
     #[inline(always)]
     unsafe fn leave(&self, n: usize, o: [f32; 4]) {
         let (g, t) = (self.lane / 4, self.lane % 4);
@@ -191,6 +205,9 @@ impl Few {
 
     /// Adds what all warps left, and puts it where [`reduce`] does: 64 threads a pair, each with two dimensions; each
     /// finds the warps' factors for itself.
+    ///
+    /// # Safety
+    /// All 8 warps have left what they found, and met.
     #[inline(always)]
     unsafe fn add(
         &self,
@@ -227,6 +244,9 @@ impl Few {
 
 /// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and
 /// normaliser: the result, if that is the first split and the last one; otherwise a part to [`keep`](reduce).
+///
+/// # Safety
+/// The pair is one of the tile's. The lane alone has these dimensions, of the sum over all warps.
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of two functions")]
 pub(super) unsafe fn put_sum(

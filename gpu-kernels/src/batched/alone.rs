@@ -12,6 +12,11 @@
 //!
 //! Queries, and the row's own key and value, are made by the warp that wants them: it puts those into the piece that it
 //! has of their page, and into the cache. Nobody else reads that row.
+//!
+//! # Safety
+//! `p` is the parameter block of a launch of [`attend_batch`]. All lanes of one warp call what is unsafe here: each
+//! warp for its own items, in its own part of shared memory, which nobody else uses. Each tile has one row, and each
+//! item's last split alone has the row's own key and value: nobody else reads or writes these in the cache.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, bulk, dependent_launch, kernel, math, thread, warp};
@@ -155,6 +160,10 @@ struct Piece {
 }
 
 impl InHand {
+    /// One of the item's pieces.
+    ///
+    /// # Safety
+    /// `piece` is below the item's [pieces](Item::pieces).
     #[inline(always)]
     unsafe fn piece(&self, piece: u32) -> Piece {
         let page = piece as usize / 2;
@@ -198,6 +207,10 @@ impl Item {
 }
 
 impl Warp<'_> {
+    /// Where an item of the warp's is described.
+    ///
+    /// # Safety
+    /// The block has shared memory for the warp. The item is [looked up](Self::look_up) before the slot is read.
     #[inline(always)]
     unsafe fn slot(&self, item: u32) -> Shared<u32> {
         // SAFETY: the caller's word.
@@ -212,6 +225,9 @@ impl Warp<'_> {
     }
 
     /// Looks up so many items from the `from`-th on, one a lane.
+    ///
+    /// # Safety
+    /// `count` is at most [`SLOTS`], and the items that lay there are done with. The warp's items are in the line.
     #[inline(always)]
     unsafe fn look_up(&self, from: u32, count: u32) {
         let item = from + self.lane;
@@ -230,6 +246,9 @@ impl Warp<'_> {
     }
 
     /// All items, one after another.
+    ///
+    /// # Safety
+    /// The ring has this `shape`, is the warp's, and was made.
     #[inline(always)]
     unsafe fn attend(&self, shape: Shape) {
         // SAFETY: the caller's word.
@@ -259,6 +278,10 @@ impl Warp<'_> {
     }
 
     /// Asks for the next piece, if there is one: its stage has been read.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, and have read what lay in the stage that comes next: their reading is fenced. The
+    /// next piece's item was looked up.
     #[inline(always)]
     unsafe fn copy(&self, stream: &mut Stream) {
         if stream.item < self.count {
@@ -290,6 +313,9 @@ impl Warp<'_> {
     }
 
     /// Makes the queries of an item's row for its key-value head.
+    ///
+    /// # Safety
+    /// All lanes have read the queries of the item before, and synchronised since.
     #[inline(always)]
     unsafe fn make_queries(&self, item: &Item) {
         // SAFETY: the caller's word.
@@ -302,6 +328,9 @@ impl Warp<'_> {
     }
 
     /// The key and the value of an item's row.
+    ///
+    /// # Safety
+    /// `item` is the last split of its row.
     #[inline(always)]
     unsafe fn newest(&self, item: &Item) -> [HeadVector; 2] {
         // SAFETY: the caller's word.
@@ -317,6 +346,9 @@ impl Warp<'_> {
     }
 
     /// Puts the row's own key (0) or value (1) into the piece that lacks it, and into the cache.
+    ///
+    /// # Safety
+    /// `kind` is 0 or 1; the `stage` has the piece with the row's own, and was waited for; `block` is its page's.
     #[inline(always)]
     unsafe fn put_newest(&self, of: &InHand, kind: usize, block: u32, stage: &Ring) {
         let (vector, position) = (of.newest[kind], of.item.last);
@@ -331,6 +363,9 @@ impl Warp<'_> {
     }
 
     /// What an item's keys and values give, to where it belongs.
+    ///
+    /// # Safety
+    /// `number` is the item's. It is the next in the stream, and the queries of its row are there.
     #[inline(always)]
     unsafe fn find(&self, number: u32, item: Item, stream: &mut Stream) {
         // SAFETY: the caller's word.
@@ -351,6 +386,9 @@ impl Warp<'_> {
     }
 
     /// What each piece's values are weighed by.
+    ///
+    /// # Safety
+    /// The item's keys are the next in the stream.
     #[inline(always)]
     unsafe fn weigh_keys(&self, of: &InHand, stream: &mut Stream) -> [SoftmaxWeights; PIECES] {
         // SAFETY: the caller's word.
@@ -391,6 +429,9 @@ impl Warp<'_> {
 
     /// The values, so weighed, where `top` is the largest score of all: a lane's sums of dimensions `8n + 2t` and one
     /// on, and their normaliser.
+    ///
+    /// # Safety
+    /// The item's values are the next in the stream, and `weights` are those of its keys.
     #[inline(always)]
     unsafe fn add_values(
         &self,
@@ -437,6 +478,9 @@ impl Warp<'_> {
     }
 
     /// The stage has been read: the next piece may come there.
+    ///
+    /// # Safety
+    /// All lanes of the warp have read the stage.
     #[inline(always)]
     unsafe fn next(&self, stream: &mut Stream) {
         // SAFETY: the caller's word.
@@ -450,6 +494,9 @@ impl Warp<'_> {
 
     /// Leaves what a lane has of an item: the result, where the warp has all splits; the split's part, where another
     /// follows or somebody else has one.
+    ///
+    /// # Safety
+    /// `sums` and the two scales are what the lane found of the whole item.
     #[inline(always)]
     unsafe fn leave(&self, item: &Item, tile: &Tile, mut sums: [[f32; 2]; 16], [top, norm]: [f32; 2]) {
         let (pair, t) = (self.lane / 4, self.lane % 4);
@@ -481,6 +528,9 @@ impl Warp<'_> {
 
     /// What [`combine_by_warp`] makes of a row's splits, eight at most, of which the lane left all but the last: it
     /// reads its own sums again, and their scale, which the first of the pair's lanes left; the warp has met since.
+    ///
+    /// # Safety
+    /// The lane left all splits before the item's, and the warp has met since.
     #[inline(always)]
     unsafe fn combine_own(
         &self,
@@ -523,6 +573,9 @@ impl Warp<'_> {
 
     /// After the last split of a row and head that the warp has, beside others or too many: combines them, if all are
     /// there now.
+    ///
+    /// # Safety
+    /// The item is the warp's last of its row and head, and all lanes have left what they found.
     #[inline(always)]
     unsafe fn combine(&self, item: &Item) {
         // SAFETY: the caller's word.

@@ -16,6 +16,13 @@
 //! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and
 //! combines them at once. Sums that have no room there, or that come from several blocks, go to memory: each counts
 //! what it has put there, and who finds that this was the last of it combines them. Nobody waits.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, and `phase` one of attention. All lanes of the warps that are named call what is
+//! unsafe here: the one that loads pages, the one that describes items, or the eight consumers, which synchronise. All
+//! three have the same items in the same order. What a producer puts into a stage it has waited for; consumers read a
+//! stage when they have, and release it once: a page its two warps for all. An item's rows are the step's, its pages
+//! are in the tables, and nobody writes these pages before all blocks are done with the phase.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
@@ -119,12 +126,15 @@ impl Item {
     }
 
     /// Where one of its rows stands: of the last, and so of a single one, it is known.
+    ///
+    /// # Safety
+    /// The row is one of the item's.
     #[inline(always)]
     pub unsafe fn position(&self, p: &BatchedStep, row: u32) -> u32 {
         if row + 1 == self.first_row + self.rows {
             self.last
         } else {
-            // SAFETY: one of the step's rows.
+            // SAFETY: the caller's word: one of the step's rows.
             unsafe { p.work.rows.positions.load(row as usize) }
         }
     }
@@ -150,6 +160,10 @@ impl Item {
 
 /// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most;
 /// `blocks` are their [indices](Cache::block_index), with [`PACKED`]. All keep count.
+///
+/// # Safety
+/// All lanes of the warp that loads pages call it. `blocks` are those of the item's pages in `cache`, with [`PACKED`]
+/// for those that are; `under_way` gives numbers from 1 to the ring's stages.
 #[inline(always)]
 pub unsafe fn load_pages(
     cache: &Cache,
@@ -190,6 +204,10 @@ pub unsafe fn load_pages(
 const TOGETHER: usize = 4;
 
 /// A warp makes the queries of a row for a key-value head, `[group, 128]`, from what the projection left.
+///
+/// # Safety
+/// All lanes of a warp call it. The projection's results were waited for; `row` and `kv_head` are below their numbers.
+/// From `to` on there is room in shared memory, which nobody else uses before the warp has synchronised.
 #[inline(always)]
 pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_head: u32, to: Shared<bf16>) {
     // SAFETY: the caller's word.
@@ -219,6 +237,10 @@ pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_h
 /// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the
 /// key of its last row, if the split has it and the stage has room. `weight` is a lane's part of the norm of queries,
 /// `forms` are those of the item's pages.
+///
+/// # Safety
+/// All lanes of the warp that describes items call it, when all blocks have shown the projection's results. `ring` is
+/// that of items, at the next stage, and from `forms` on are four words.
 #[inline(always)]
 pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
     // SAFETY: the caller's word.
@@ -254,6 +276,9 @@ pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &R
 }
 
 /// An item's words, and how its pages lie in a phase's layer.
+///
+/// # Safety
+/// The words and pages are those of one of the step's items.
 #[inline(always)]
 pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     // SAFETY: the caller's word.
@@ -265,6 +290,9 @@ pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4];
 }
 
 /// One lane tells the consumers that there are no more items.
+///
+/// # Safety
+/// All lanes of the warp that describes items call it, behind the phase's last item.
 #[inline(always)]
 pub unsafe fn send_end(ring: &Ring) {
     // SAFETY: the caller's word.
@@ -278,6 +306,9 @@ pub unsafe fn send_end(ring: &Ring) {
 }
 
 /// A warp releases a page. The others have no use for it: its two warps do it for all.
+///
+/// # Safety
+/// All lanes of the warp call it, which is one of the page's two, and reads the stage no more.
 #[inline(always)]
 unsafe fn release(stage: &Ring, lane: u32) {
     // SAFETY: the caller's word.
@@ -286,6 +317,10 @@ unsafe fn release(stage: &Ring, lane: u32) {
 
 /// What a warp finds in a packed page whose keys are there. Either half is in registers at once, and its stage free:
 /// how long it is not counts more than what is done with it.
+///
+/// # Safety
+/// All lanes of a warp call it that has keys in the page. It is packed, with this `form`; the keys' stage was waited
+/// for, and both are yet to be released. `query` gives words of the item's queries.
 #[inline(always)]
 unsafe fn find_in_packed(
     a: &Attend,
@@ -311,6 +346,9 @@ unsafe fn find_in_packed(
 
 /// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention takes
 /// longer: the compiler keeps branches apart.)
+///
+/// # Safety
+/// As for [`find_in_packed`], of a page that is not packed. `newest` is of the same item and keys.
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a part of one function")]
 unsafe fn find_in_plain(
@@ -369,6 +407,10 @@ unsafe fn find_in_plain(
 }
 
 /// The consumers' part of a phase: one item after another.
+///
+/// # Safety
+/// All consumers of every block call it, for the same phase, when all blocks have done those before. `rings` are where
+/// the phase's first page and item come.
 #[inline(always)]
 pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rings: &mut Rings) {
     // SAFETY: the caller's word.
@@ -443,6 +485,9 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
 }
 
 /// Where a split's sums for a pair of the tile are in shared memory.
+///
+/// # Safety
+/// `pair` is one of the tile's; the item [stays on chip](Item::on_chip), and has the split.
 #[inline(always)]
 unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f32> {
     let ring = Memory::<ROWS>::ITEM_RING;
@@ -455,6 +500,10 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
 
 /// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs
 /// there now, a warp a pair. All warps of the block have written what they know.
+///
+/// # Safety
+/// All consumers call it, for an item that is the last of a run that the block has; all have met since sums were kept,
+/// and meet again before others are kept there.
 #[inline(always)]
 unsafe fn finish<const ROWS: u32>(
     p: &BatchedStep,
@@ -488,6 +537,10 @@ unsafe fn finish<const ROWS: u32>(
 }
 
 /// A warp counts those of a pair's `splits` that this block has put into memory: whether all are there now.
+///
+/// # Safety
+/// All lanes of a warp call it, once for a pair and what its block, or of [`attend_batch`](super::attend_batch) the
+/// warp, has of it. All of that is in memory, for this warp to see. `counter` is zero when the phase begins.
 #[inline(always)]
 pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
     // A later row of the tile may have more of them.

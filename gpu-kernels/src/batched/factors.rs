@@ -4,6 +4,11 @@
 //!
 //! No word is overwritten too early: the consumers of every block have the factors of a product before they end its
 //! phase, and the next ones are found behind the grid barrier.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of the block's two helping warps call what is unsafe here, for each
+//! product that wants factors, and those of every other block do. The consumers read factors when they have waited for
+//! both warps, and have done with them before the block ends the phase.
 
 use cuda_std::{shared, thread, warp};
 
@@ -17,6 +22,9 @@ pub const WARPS: u32 = 2;
 const WORDS: usize = (MAX_BATCHED_ROWS / (WARPS * 32)) as usize;
 
 /// Which tiles of rows the block's units are of, a bit each.
+///
+/// # Safety
+/// `gemm` is one of the launch's, with at most 32 tiles of rows.
 #[inline(always)]
 pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
     let (mut wanted, mut unit) = (0, thread::block_idx_x());
@@ -29,6 +37,10 @@ pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
 
 /// Finds the factors that fall to this warp, and fetches its half of those that the block wants into shared memory. All
 /// blocks have done the phases before `phase`.
+///
+/// # Safety
+/// All lanes of both warps call it, `which` is 0 for one and 1 for the other. All blocks have done the phases before,
+/// and the warp has waited for that; so rows' squares are there, and nobody reads the factors before these any more.
 #[inline(always)]
 pub unsafe fn share<const ROWS: u32>(p: &BatchedStep, phase: u32, wanted: u32, which: u32) {
     // SAFETY: the caller's word.

@@ -1,4 +1,11 @@
 //! The main loop of the batched kernel's GEMMs, and the exchange of split-K partials where a tile is split.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
+//! order: products are a warpgroup's together, and both take the same stages. The rings are where the phase's next
+//! stages begin, which the producers fill in the order of the block's units. All lanes have declared the accumulators;
+//! between what begins products and what waits for them nobody else uses these or the registers of fragments that are
+//! read. Who begins products has waited for their stages, and releases them when they are done.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::wgmma::{self, Cores, Operand};
@@ -15,6 +22,11 @@ use crate::waiting;
 use crate::weights::{BatchedFormat, Plain, WeightFragments, put_fragments};
 
 /// A GEMM with its epilogue. `arrivals` counts parts of split tiles' halves.
+///
+/// # Safety
+/// All consumers of every block call it, for the same phase, a GEMM of this `kind`, when all blocks have done the
+/// phases before. `arrivals` are zero, and nobody zeroes them before all have done this one; `odd` counts what came
+/// before.
 #[inline(always)]
 pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     p: &BatchedStep,
@@ -120,6 +132,11 @@ struct Partial {
 }
 
 impl Partial {
+    /// Where those of a unit are.
+    ///
+    /// # Safety
+    /// The unit's tile is in four parts, and has its place among [`partials`](BatchedStep::partials) and
+    /// [`arrivals`](BatchedStep::arrivals).
     #[inline(always)]
     unsafe fn new<const TILES: usize>(p: &BatchedStep, unit: &Unit, arrivals: GlobalMut<u32>) -> Self {
         // Found again wherever it is wanted: over the GEMMs it would take registers.
@@ -128,7 +145,7 @@ impl Partial {
         let words = TILES as u32 * GROUP * 4;
         let first = (unit.split * K_SPLITS * 2 + group) * words + thread * 4;
         Self {
-            // SAFETY: there is memory for the split-K partials of all split tiles.
+            // SAFETY: the caller's word: there is memory for the split-K partials of all split tiles.
             first: unsafe { p.partials.at(first as usize) },
             stride: 2 * words,
             half: 2 * unit.split + group,
@@ -136,6 +153,10 @@ impl Partial {
         }
     }
 
+    /// Where the lane's sums of a group of eight rows are, of a part's split-K partial.
+    ///
+    /// # Safety
+    /// `k_partial` is below [`K_SPLITS`], and `j` below the groups of eight rows of a tile.
     #[inline(always)]
     unsafe fn place(&self, k_partial: u32, j: u32) -> GlobalMut<f32> {
         // One after the other: the second is a constant of an instruction where rows are known.
@@ -145,6 +166,10 @@ impl Partial {
 
     /// Leaves what a part's finished split-K partial has of the others' rows, and moves what it has of its own to the
     /// first of the lower accumulators.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it, once for a unit, which is this `part`; its split-K partial is in the upper
+    /// accumulators.
     #[inline(always)]
     unsafe fn leave<const TILES: usize>(&self, part: u32) {
         macro_rules! keep {
@@ -182,6 +207,9 @@ impl Partial {
     }
 
     /// Waits until all parts' split-K partials are there.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it, when they have [left](Self::leave) theirs.
     #[inline(always)]
     unsafe fn wait(&self) {
         // SAFETY: the caller's word.
@@ -196,6 +224,10 @@ impl Partial {
 
     /// Adds the parts' split-K partials of this part's own rows, first to last, into the lower accumulators, where its
     /// own split-K partial is. A branch for each split-K partial, loaded or not, would wait for one load after another.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it, when they have [waited](Self::wait); its own sums are where
+    /// [`leave`](Self::leave) put them.
     #[inline(always)]
     unsafe fn add<const TILES: usize>(&self, part: u32) {
         let groups = TILES as u32 / 4;
@@ -244,6 +276,7 @@ struct KPartial {
 }
 
 impl KPartial {
+    /// Of a phase.
     #[inline(always)]
     unsafe fn new<F: BatchedFormat>(phase: Global<Phase>, number: u32, depth: u32) -> Self {
         // SAFETY: the caller's word.
@@ -253,6 +286,9 @@ impl KPartial {
 }
 
 /// A split-K partial, into the upper accumulators.
+///
+/// # Safety
+/// The rings' next stages are those of this split-K partial.
 #[inline(always)]
 unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial) {
     // SAFETY: the caller's word.
@@ -277,6 +313,9 @@ unsafe fn multiply_k_partial<F: BatchedFormat, const TILES: usize>(p: &BatchedSt
 // assembler knows that what comes between split-K partials has their registers.
 
 /// With 96 or 128 rows a tile: weights from shared memory, the GEMMs of two stages under way.
+///
+/// # Safety
+/// `depth` is at least 1.
 #[inline(always)]
 unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lane: u32) {
     // SAFETY: the caller's word.
@@ -299,6 +338,9 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
 
 /// With 64 rows a tile, or of weights that are not bf16: weights through registers, so that their stages are released
 /// before they are multiplied. Fragments are loaded into one half of their registers while GEMMs read the other.
+///
+/// # Safety
+/// The split-K partial has a stage at least.
 #[inline(always)]
 unsafe fn multiply_loaded<F: BatchedFormat, const TILES: usize>(
     p: &BatchedStep,
@@ -366,6 +408,9 @@ unsafe fn multiply_pairs<F: BatchedFormat, const TILES: usize>(
 }
 
 /// Unpacks two stages of weights, once they are full, and releases them.
+///
+/// # Safety
+/// The ring's next two stages are of one split-K partial, the first with an even number among its.
 #[inline(always)]
 unsafe fn unpack_pair<F: BatchedFormat>(p: &BatchedStep, ring: &mut Ring, lane: u32) -> WeightFragments {
     // SAFETY: the caller's word.
@@ -380,6 +425,10 @@ unsafe fn unpack_pair<F: BatchedFormat>(p: &BatchedStep, ring: &mut Ring, lane: 
 }
 
 /// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
+///
+/// # Safety
+/// `FIRST` is 0 for the split-K partial's stages with an even number, and 4 for the others. No product reads these
+/// registers.
 #[inline(always)]
 unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(
     p: &BatchedStep,
@@ -401,6 +450,9 @@ unsafe fn load_weights<F: BatchedFormat, const FIRST: usize>(
 }
 
 /// Begins the MMAs of the rows' stage, once it is full, with the fragments of four steps from `FIRST` on.
+///
+/// # Safety
+/// The fragments are those of the same inputs as the rows.
 #[inline(always)]
 unsafe fn begin_loaded<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
     // SAFETY: the caller's word.
@@ -426,6 +478,9 @@ unsafe fn begin_pair<const TILES: usize>(rows: &Ring, keep: bool) {
 }
 
 /// The MMAs of a stage of rows with the fragments of four steps from `FIRST` on.
+///
+/// # Safety
+/// The rows' stage was waited for, and the registers are fenced.
 #[inline(always)]
 unsafe fn multiply_stage<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
     // SAFETY: the caller's word.
@@ -446,6 +501,9 @@ unsafe fn multiply_stage<const TILES: usize, const FIRST: usize>(rows: &Ring, ke
 }
 
 /// Waits for the MMAs, and releases the rows that they have read.
+///
+/// # Safety
+/// The products of this stage of rows are the last that were begun.
 #[inline(always)]
 unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
     // SAFETY: the caller's word.
@@ -469,6 +527,9 @@ unsafe fn end_pair(rows: &mut Ring, lane: u32) {
 }
 
 /// Begins the MMAs of the stages of both rings, once they are full.
+///
+/// # Safety
+/// `rings` are at the stages to be multiplied; those before may be under way.
 #[inline(always)]
 unsafe fn begin_products<const TILES: usize>(rings: &Rings, keep: bool) {
     // SAFETY: the caller's word.

@@ -1,4 +1,9 @@
 //! The keys and values that a step adds, where a warp of [attention](super::attention) has them among its own.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, each with its own number
+//! as `lane`, for an item that the block has, and keys from `first_key` on that are the warp's. The projection's
+//! results were waited for. Nobody else writes the warp's rows of the page, and the warp alone reads them.
 
 use cuda_std::shared::Shared;
 use cuda_std::{bf16, warp};
@@ -20,6 +25,10 @@ pub struct Newest {
 }
 
 impl Newest {
+    /// What the warp has of them, asked for ahead.
+    ///
+    /// # Safety
+    /// `queries` are the item's, complete; it is not released before the keys were put.
     #[inline(always)]
     pub unsafe fn load(
         p: &BatchedStep,
@@ -64,6 +73,9 @@ impl Newest {
 
     /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache
     /// they come later.
+    ///
+    /// # Safety
+    /// The stage with the page's keys was waited for, and is not released yet. `self` is of the same item and keys.
     #[inline(always)]
     pub unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.work.heads();
@@ -89,6 +101,9 @@ impl Newest {
     }
 
     /// The same of values.
+    ///
+    /// # Safety
+    /// As for [`put_keys`](Self::put_keys), of the stage with the page's values.
     #[inline(always)]
     pub unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         // SAFETY: the caller's word.

@@ -1,4 +1,10 @@
 //! What becomes of sums.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, for a unit that the block
+//! has; the lanes exchange what they have. Each output is one lane's in the whole grid. The rows that a unit finishes
+//! are `groups` of eight from the `first` on, and a group `j` is counted from that and below `groups`. What outputs are
+//! added to, and rows' factors, were waited for.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, math, mma, shared, thread, warp, wgmma};
@@ -45,6 +51,9 @@ const _: () = assert!(slot(1) == slot(0) + 1 && slot(8) == slot(0) + 2 && slot(1
 
 impl Outputs {
     /// Those of some groups of eight rows of a tile, from the `first` on.
+    ///
+    /// # Safety
+    /// `kind` is the phase's, a GEMM; `unit` is one of its units.
     #[inline(always)]
     pub unsafe fn new<const ROWS: u32>(
         p: &BatchedStep,
@@ -107,6 +116,9 @@ impl Outputs {
     }
 
     /// A row's place from that of the lane's first, so many bytes from row to row.
+    ///
+    /// # Safety
+    /// The row is one of the unit's: beyond the rows that there are nothing is read or written.
     #[inline(always)]
     unsafe fn of_row(first: GlobalMut<u8>, row: u32, stride: u32) -> GlobalMut<u8> {
         // Both factors are seen to have 32 bits where they are multiplied: one instruction.
@@ -132,6 +144,9 @@ impl Outputs {
     }
 
     /// Of a quarter of a tile's rows, from group `j` on.
+    ///
+    /// # Safety
+    /// The unit has the groups from `j` on, a quarter of a tile's at most.
     #[inline(always)]
     pub unsafe fn olds<const TILES: usize>(&self, kind: u32, j: u32) -> [[f32; 4]; QUARTER] {
         let mut old = [[0f32; 4]; QUARTER];
@@ -145,6 +160,9 @@ impl Outputs {
     }
 
     /// The norm's factors of the lane's rows `8 j …`.
+    ///
+    /// # Safety
+    /// The phase has factors, and the warp has waited for them.
     #[inline(always)]
     unsafe fn factors(&self, j: u32) -> [f32; 2] {
         // Where there is no row there is a word, too.
@@ -185,6 +203,10 @@ impl Outputs {
     }
 
     /// Puts a quarter of a tile's sums, those from group `j` on, where they belong. A warp does it together.
+    ///
+    /// # Safety
+    /// As for [`olds`](Self::olds). `KIND` is the phase's, but not `Best`; `sums` are complete, and `old` is what
+    /// [`olds`](Self::olds) gave.
     #[inline(always)]
     unsafe fn put<const TILES: usize, const KIND: u32>(
         &self,
@@ -290,11 +312,15 @@ const TAGS: u32 = 4;
 const _: () = assert!(MAX_BATCHED_ROWS <= TAGS * 128);
 
 impl Best {
+    /// Of a unit's rows.
+    ///
+    /// # Safety
+    /// The phase is `Best`, and `outputs` are those of the unit from the group `first` on.
     #[inline(always)]
     unsafe fn new<const ROWS: u32>(p: &BatchedStep, outputs: &Outputs, unit: &Unit, first: u32) -> Self {
         let first = 8 * first + 2 * (thread::opaque(thread::lane_id()) % 4);
         Self {
-            // SAFETY: there is a word for each row.
+            // SAFETY: the caller's word: there is a word for each row.
             all: unsafe { p.best.at((unit.row + first) as usize) },
             here: Memory::<ROWS>::BEST + first * 4,
             tile: unit.row / ROWS,
@@ -304,6 +330,9 @@ impl Best {
 
     /// Looks at the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block
     /// knows of already: all that is known of the quarter is looked at first.
+    ///
+    /// # Safety
+    /// As for [`Outputs::olds`]; rows' factors were waited for, and `outputs` are those that this was made of.
     #[inline(always)]
     unsafe fn look<const TILES: usize>(&self, outputs: &Outputs, j: u32, sums: [[f32; 4]; QUARTER]) {
         // SAFETY: the caller's word.
@@ -349,6 +378,10 @@ impl Best {
 
 /// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. They are multiplied
 /// with `scale`, and `old` is what the first of these are added to, asked for before.
+///
+/// # Safety
+/// All lanes of the eight warps may call it, each warp by itself. The lower accumulators have complete sums, and no
+/// product is under way. `outputs` and `old` are of this unit and these groups, and rows' factors were waited for.
 #[inline(always)]
 pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     p: &BatchedStep,

@@ -2,6 +2,11 @@
 //! from a warp to the one that has the same features there, straight into shared memory. They come where activations
 //! did: the other block says when it has no more use for these, and the next are asked for when all blocks are done
 //! with the phase. And how the two [keep step](keep_step).
+//!
+//! # Safety
+//! Both blocks of the cluster call what is unsafe here, equally often and in the same order, in kernels of the same
+//! `ROWS`; neither ends before the other is done. They have synchronised behind [`init`]. The eight consumer warps
+//! exchange, all of their lanes; one other lane of each block [keeps step](keep_step).
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier, PeerShared};
@@ -19,6 +24,9 @@ const STEP: u32 = 1 + WARPS;
 const GROUP_BYTES: u32 = 32 * 16;
 
 /// A barrier of this block.
+///
+/// # Safety
+/// `number` is below [`BARRIERS`], of a kernel of `ROWS` rows a tile.
 #[inline(always)]
 unsafe fn barrier<const ROWS: u32>(number: u32) -> Barrier {
     // SAFETY: the caller's word.
@@ -32,6 +40,9 @@ fn other() -> u32 {
 }
 
 /// Makes the barriers.
+///
+/// # Safety
+/// One lane of the block calls it, before the cluster synchronises, and [fences](bulk::fence_init) the barriers.
 #[inline(always)]
 pub unsafe fn init<const ROWS: u32>() {
     // SAFETY: the caller's word.
@@ -49,6 +60,9 @@ pub unsafe fn init<const ROWS: u32>() {
 
 /// One lane of each block waits for the other's, now and then: where both read the same weights, and memory is to be
 /// asked for them once. `parity` says whether they met an odd number of times.
+///
+/// # Safety
+/// One lane of each block calls it, always the same, as often as the other's.
 #[inline(always)]
 pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
     // SAFETY: the caller's word.
@@ -93,6 +107,10 @@ impl<const ROWS: u32> Peer<ROWS> {
 
     /// This warp has multiplied all activations that it had; waits until all of the other block have, and so may be
     /// sent to. `k_partials` will come.
+    ///
+    /// # Safety
+    /// All consumer warps call it, once for each exchange. They have waited for all products of the unit, no
+    /// activations are under way, and the other block sends `k_partials` to each warp.
     #[inline(always)]
     pub unsafe fn open(&self, k_partials: u32) {
         // SAFETY: the caller's word.
@@ -108,6 +126,10 @@ impl<const ROWS: u32> Peer<ROWS> {
     /// Sends what this part of a tile has of the other's rows, and adds what comes to what it has of its own: sums are
     /// in the first of the lower accumulators then. The first part has a total in the lower ones, the second a split-K
     /// partial in the lower ones and one in the upper.
+    ///
+    /// # Safety
+    /// All consumer warps call it, behind [`open`](Self::open). `part` is 0 in the one block and 1 in the other, and
+    /// the accumulators are as said.
     #[inline(always)]
     pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
         // Of this block and of the other one.

@@ -1,4 +1,7 @@
 //! What a step is made of.
+//!
+//! # Safety
+//! A `phase` is one of a launch's, which nobody writes while it runs.
 
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};
@@ -218,6 +221,10 @@ pub(super) struct GemmPhase {
 }
 
 impl GemmPhase {
+    /// Of a phase.
+    ///
+    /// # Safety
+    /// The phase is a GEMM's: it has tiles of rows.
     #[inline(always)]
     pub unsafe fn new(phase: Global<Phase>) -> Self {
         // SAFETY: the caller's word.
@@ -248,7 +255,7 @@ impl GemmPhase {
         }
         let k_splits = K_SPLITS >> shift;
         let k_split = part * k_splits;
-        // SAFETY: a GEMM has rows.
+        // SAFETY: a GEMM has tiles of rows, and this was made of the phase of one.
         unsafe { cuda_std::assume(self.row_tiles > 0) };
         let across = tile / self.row_tiles;
         let (n_tile, row) = (across * TILE_N_TILES, (tile - across * self.row_tiles) * rows);

@@ -4,6 +4,11 @@
 //! evenly, most blocks would wait for the last one. So the [last runs](super::tile_scheduler) are given out item by
 //! item to blocks that have done their own. The warp that loads pages asks, and tells the one that makes queries.
 //! Whichever block is the last with a split of a run combines it.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of the warp that loads pages [ask](Asking), all lanes of the warp that
+//! makes queries [listen](PoolMessages), each for every phase of attention and as often as the other. The block has
+//! synchronised behind the messages' barriers, and its share is known.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{thread, warp};
@@ -39,6 +44,10 @@ impl Asking {
     }
 
     /// The next item's number.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, in each phase of attention until it gives none. `assignment` is the block's, and
+    /// there is a pool.
     #[inline(always)]
     pub unsafe fn next(&mut self, p: &BatchedStep, phase: u32, assignment: &Assignment) -> Option<u32> {
         let mut next = END;
@@ -85,6 +94,9 @@ impl PoolMessages {
     }
 
     /// The next item's number.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, as often as the other warp [asks](Asking::next).
     #[inline(always)]
     pub unsafe fn next(&mut self) -> Option<u32> {
         // SAFETY: the caller's word.

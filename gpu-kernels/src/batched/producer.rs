@@ -1,4 +1,10 @@
 //! What brings weights and pages, rows and queries, and the rows' factors.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of the warp that is named call what is unsafe here, once for each
+//! launch or phase, when the block has synchronised behind its barriers. Each ring has one warp that fills it. What
+//! other blocks write it copies when it has waited at the grid barrier; weights nobody writes during the launch, and
+//! pages only when all blocks are done with their phase.
 
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, bulk, tensor, thread, warp};
@@ -51,6 +57,9 @@ const fn alone<const ROWS: u32>(before: u32) -> u32 {
 }
 
 /// The warp that loads weights and pages: what a step adds to pages comes there after attention.
+///
+/// # Safety
+/// All lanes of one warp beside the consumers call it, once.
 #[inline(always)]
 pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -91,6 +100,9 @@ pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
 
 /// One lane loads, a stage by one copy: a warp that came together again for each stage, or a lane with four copies to
 /// begin, would take longer for a stage than the products of 128 rows do.
+///
+/// # Safety
+/// All lanes of the warp call it. The ring is where the phase before left it; `steps` are those of all phases before.
 #[inline(always)]
 unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     p: &BatchedStep,
@@ -177,6 +189,9 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
 }
 
 /// The warp that brings what other blocks wrote: activations, and queries.
+///
+/// # Safety
+/// All lanes of one warp beside the consumers call it, once.
 #[inline(always)]
 pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -205,6 +220,10 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
 }
 
 /// Describes attention's items of a phase, and makes their queries.
+///
+/// # Safety
+/// All lanes of the warp call it, for a phase of attention. Both rings are where the phase of attention before left
+/// them.
 #[inline(always)]
 pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, items: &mut Ring, told: &mut PoolMessages) {
     // SAFETY: the caller's word.
@@ -235,6 +254,10 @@ pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, item
 }
 
 /// One lane loads.
+///
+/// # Safety
+/// All lanes of the warp call it. Its first lane has acquired the map and waited at the grid barrier, and the ring is
+/// where the GEMM before left it.
 #[inline(always)]
 unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<TensorMap>, mut ring: Ring) -> Ring {
     // SAFETY: the caller's word.
@@ -266,6 +289,9 @@ unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<Ten
 
 /// Two warps share in finding the rows' factors, before each product that wants them. After attention they put the
 /// step's keys and values into the cache, and before everything one of them finds what the block has of attention.
+///
+/// # Safety
+/// All lanes of two warps beside the consumers call it, once; `which` is 0 for the one and 1 for the other.
 #[inline(always)]
 pub unsafe fn help<const ROWS: u32>(p: &BatchedStep, which: u32) {
     // SAFETY: the caller's word.

@@ -4,6 +4,11 @@
 //! (so that blocks that are far apart read neighbouring memory at about the same time). The last ones are the
 //! [pool](super::pool). The pages of the others are shared out evenly: a block has the items whose middle page is in
 //! its share. So most of these runs are whole: one block has them, and combines them by itself.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of a warp call what is unsafe here, each with its own number as `lane`.
+//! Each item of the line is written by one warp of the grid, and read by others when they have waited for it: by those
+//! of the same block at [`Memory::scheduled`], and those of the pool when all blocks have put theirs.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
@@ -38,6 +43,9 @@ pub struct Assignment {
 
 impl Assignment {
     /// As a warp of the block left it.
+    ///
+    /// # Safety
+    /// The block's share is known: it was waited for.
     #[inline(always)]
     unsafe fn load<const ROWS: u32>() -> Self {
         // SAFETY: the caller's word.
@@ -57,6 +65,9 @@ impl Assignment {
     }
 
     /// One lane leaves it.
+    ///
+    /// # Safety
+    /// One lane of the block calls it, before it tells that the share is known.
     #[inline(always)]
     unsafe fn store<const ROWS: u32>(&self) {
         // SAFETY: the caller's word.
@@ -78,6 +89,7 @@ struct Tiles {
 }
 
 impl Tiles {
+    /// Of the 32 tiles from `first` on.
     #[inline(always)]
     unsafe fn load(p: &BatchedStep, first: u32, lane: u32) -> Self {
         let (mut first_row, mut rows, mut last, mut own) = (0, 0, 0, [0; 2]);
@@ -154,6 +166,9 @@ impl Split {
     }
 
     /// The item, of which a block has the splits from `first_split` on.
+    ///
+    /// # Safety
+    /// The lane has one of the step's tiles.
     #[inline(always)]
     unsafe fn item(
         &self,
@@ -175,13 +190,16 @@ impl Split {
             on_chip,
             is_whole,
             is_last: is_last && self.count() > 1,
-            // SAFETY: one of the step's rows.
+            // SAFETY: the caller's word: one of the step's rows.
             is_fresh: unsafe { p.work.rows.positions.load(since as usize) } < (split + 1) * SPLIT,
         }
     }
 }
 
 /// Finds the block's items, and its part of the pool's, and puts them where [`walk`] reads them. One warp does it.
+///
+/// # Safety
+/// All lanes of one warp of each block call it, once in a launch, when the block has synchronised behind its barriers.
 #[inline(always)]
 pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -218,6 +236,10 @@ pub unsafe fn count_all(p: &BatchedStep, lane: u32) -> [u32; 2] {
 /// Finds the items of one of so many that share those beside the pool, and puts them into the line. `all` are a head's
 /// [pages and splits](count_all). It keeps so many parts on chip at most. A warp does it together, and sees them
 /// afterwards.
+///
+/// # Safety
+/// All lanes of the warp call it. `all` and `pool` are of these tiles, the same for all sharers; `number` is below
+/// `sharers`, and no other warp has it.
 #[inline(always)]
 pub unsafe fn assign(
     p: &BatchedStep,
@@ -282,7 +304,10 @@ pub unsafe fn assign(
     }
 }
 
-/// Takes up what [`assignment`] found in a launch before. One warp does it.
+/// Takes up what [`schedule`] found in a launch before. One warp does it.
+///
+/// # Safety
+/// As for [`schedule`]; a launch before has left the share of each block, and all items.
 #[inline(always)]
 pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -345,6 +370,9 @@ impl Pool {
 
     /// Puts the items, whole splits first and runs' last ones behind them: what comes last is to be small. Blocks do it
     /// together.
+    ///
+    /// # Safety
+    /// All lanes of one warp of each block call it. `to` is the number of the pool's first item in the line.
     #[inline(always)]
     unsafe fn put(&self, p: &BatchedStep, to: u32, lane: u32) {
         // SAFETY: the caller's word.
@@ -389,6 +417,9 @@ impl Pool {
 }
 
 /// The first row of a tile's sequence: a sequence's rows follow each other.
+///
+/// # Safety
+/// The lane's tile is one of the step's, or none.
 #[inline(always)]
 unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
     // SAFETY: the caller's word.
@@ -407,6 +438,10 @@ unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
 /// words are kept in registers, and given to all lanes by `visit`; what else there is a lane may `keep` in one of 32
 /// places, of which `visit` is told. `begin` is called when the first are looked up, and before anything is kept;
 /// `from_pool` when there are no more of the block's own, and there is a pool.
+///
+/// # Safety
+/// All lanes of the warp call it, once for a phase; the block's share becomes known without it. `look_up` may be called
+/// for the block's items and those of the pool, `visit` and what else is given by all lanes together.
 #[inline(always)]
 pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
     look_up: impl Fn(u32) -> ([[u32; 4]; N], F),
@@ -460,6 +495,9 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
 }
 
 /// Puts an item into the line.
+///
+/// # Safety
+/// The item is one of the step's, and `number` is its own in the line.
 #[inline(always)]
 unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
     // SAFETY: the caller's word.
@@ -481,6 +519,9 @@ unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
 }
 
 /// An item of the line, as it was [put] there: its words, and its pages.
+///
+/// # Safety
+/// The item was put, and shown to this warp.
 #[inline(always)]
 pub unsafe fn load(p: &BatchedStep, number: u32) -> [[u32; 4]; 2] {
     // SAFETY: the caller's word.

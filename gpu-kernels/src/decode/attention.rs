@@ -1,5 +1,12 @@
 //! Attention within the step: keys and values come through the ring, and this step's own are put into their pages
 //! there ([`heads`](super::heads)).
+//!
+//! # Safety
+//! The same as for all [consumers](super::consumer): all lanes of the eight warps call what is unsafe here, in the same
+//! order, since they synchronise. Shares and tiles are the step's. The ring's next stages are the pages of the share in
+//! hand, keys first, which the producer has from the same [`Units`]. A warp reads a page when it has waited for it, and
+//! all release it once. In scratch memory queries come first; behind them lies what queries are made with, and then the
+//! tiles' weights or sums: one is written when all have met behind the reading of the other.
 
 use core::ops::Range;
 
@@ -63,6 +70,9 @@ impl Prepared {
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// What a block can do for attention of several rows before it knows the projections.
+    ///
+    /// # Safety
+    /// Nobody uses scratch memory behind the queries any more.
     #[inline(always)]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
         // SAFETY: the caller's word.
@@ -76,6 +86,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Attention over the grid, from the projections to before the blocks' next barrier.
+    ///
+    /// # Safety
+    /// All consumers of every block call it, with the block's units for the layer. Scratch memory is free, but for what
+    /// [`before_attention`](Self::before_attention) left, which comes before it unless `ONE`; with several rows a grid
+    /// barrier has shown the projections.
     #[inline(always)]
     pub unsafe fn attention<const VECTORS: usize, const ONE: bool, const ATTENTION: u8>(
         &mut self,
@@ -153,6 +168,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Adds the splits of each row and head, a warp an item.
+    ///
+    /// # Safety
+    /// All blocks have arrived at a grid barrier with their parts, and this one has waited for it.
     #[inline(always)]
     unsafe fn combine_by_warps(&self, attend: &Attend, (lane, warp_id): (u32, u32)) {
         let q_heads = self.p.work.q_heads;
@@ -168,6 +186,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// The same for a share's rows, if it has the last split of its head and the block had all before it.
+    ///
+    /// # Safety
+    /// The block had all splits of the share's head up to this one.
     #[inline(always)]
     unsafe fn combine_share(&self, attend: &Attend, share: &Share, group: u32) {
         // SAFETY: the caller's word.
@@ -191,6 +212,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Adds the splits of a row and head, if there are several.
+    ///
+    /// # Safety
+    /// All lanes of a warp call it. `row` is below the step's rows, `pair` one of its pairs, and all splits have left
+    /// their parts, for this warp to see; no other warp combines it.
     #[inline(always)]
     unsafe fn combine_item(&self, attend: &Attend, row: u32, pair: usize, lane: u32) {
         // SAFETY: the caller's word.
@@ -207,11 +232,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// One beyond the last row of a share's sequence.
     #[inline(always)]
     pub unsafe fn end_of(&self, share: &Share) -> u32 {
-        // SAFETY: the share's rows are there.
+        // SAFETY: the caller's word: the share's rows are there.
         if ROWS == SEQUENCES { unsafe { sequences::end(share.first_row) } } else { self.count }
     }
 
     /// Tiles of pairs against up to four pages of a key-value head.
+    ///
+    /// # Safety
+    /// All consumers call it, for the units' next share. `prepared` is what the shares before it in this layer left.
     #[inline(always)]
     unsafe fn share<const VECTORS: usize, const ONE: bool>(
         &mut self,
@@ -308,6 +336,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// All of the step's pairs against up to four pages of a key-value head.
+    ///
+    /// # Safety
+    /// As for [`share`](Self::share), of a step that is for attention by `wgmma`.
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     #[inline(always)]
     unsafe fn share_of_all<const VECTORS: usize>(
@@ -345,6 +376,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// A tile of few pairs, against the keys and values in the ring's next stages, of so many `pages` each. They are
     /// released at the `end` of a share: of several rows before the results are there, and of one row, for which
     /// others wait, afterwards.
+    ///
+    /// # Safety
+    /// All consumers call it. The tile's queries are at `slot`, its step's keys are in their pages, and all have met
+    /// since; `own` rows' values come later. The tile has at most [`QUARTER`] pairs.
     #[inline(always)]
     unsafe fn attend_few<const ONE: bool>(
         &mut self,
@@ -394,6 +429,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// `N` tiles of more pairs, two at most, from `first` on, likewise; only a short ring's keys are released. With
     /// `wait` the ring's stages are waited for. Their weights go to `places`, maybe behind a barrier.
+    ///
+    /// # Safety
+    /// As for [`attend_few`](Self::attend_few), of tiles from `first` on; pages that are not to be waited for were.
+    /// `places` are free, behind a barrier if it says so.
     #[inline(always)]
     unsafe fn attend_many<const ONE: bool, const N: usize>(
         &mut self,
@@ -474,6 +513,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Releases so many pages of keys, that values may come; and puts those of the step's `own` rows into them.
+    ///
+    /// # Safety
+    /// All consumers call it, and read the share's keys no more. `own` are rows that have their values in its split.
     #[inline(always)]
     unsafe fn release_keys(&mut self, tile: &Tile, pages: u32, own: Range<u32>) {
         // SAFETY: the caller's word.
@@ -493,6 +535,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Puts two dimensions of a pair's result where the output projection reads it.
+    ///
+    /// # Safety
+    /// `pair` is one of the step's, `d` even and below [`HEAD_DIM`]; no other lane puts these.
     #[inline(always)]
     unsafe fn put_attended<const ONE: bool>(&self, attend: &Attend, layer: u32, pair: usize, d: u32, word: u32) {
         // SAFETY: the caller's word.
@@ -507,6 +552,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Releases so many chunks that this warp has used, in any order: a lane a chunk.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, and read these chunks no more. They are the ring's next, at most 32.
     #[inline(always)]
     unsafe fn release(&mut self, chunks: u32, lane: u32) {
         // SAFETY: the caller's word.
@@ -524,6 +572,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// What a warp weighs its keys by, which are in the ring, of tiles from `first` on.
+    ///
+    /// # Safety
+    /// All lanes of a warp call it. `keys` is the stage with the warp's keys, and was waited for; the tiles' queries
+    /// are in place, and all have met since.
     #[inline(always)]
     unsafe fn weigh<const N: usize>(
         &self,
@@ -551,6 +603,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 }
 
 /// A lane's values of a warp's keys, from a page of them, all of which was loaded.
+///
+/// # Safety
+/// The stage has the warp's values, and was waited for; nobody releases it before the last one was asked for.
 #[inline(always)]
 unsafe fn values_of(tile: &Tile, page: Ring) -> impl Fn(usize) -> [[u32; 4]; 4] {
     let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
@@ -560,6 +615,9 @@ unsafe fn values_of(tile: &Tile, page: Ring) -> impl Fn(usize) -> [[u32; 4]; 4] 
 
 /// Makes all places for queries something that can be read, before there are any: [`queries_of`] reads whole tiles.
 /// `thread` of all of the block's.
+///
+/// # Safety
+/// All threads of the block call it, before the block synchronises.
 #[inline(always)]
 pub unsafe fn clear_queries(thread: u32) {
     let mut at = thread * 16;
@@ -572,9 +630,13 @@ pub unsafe fn clear_queries(thread: u32) {
 
 /// A lane's parts of the queries of the tile at this `slot` in shared memory, as [`score_tiles`] wants them. Of pairs
 /// that the tile has not they are anything: such rows meet no other, and count for nothing.
+///
+/// # Safety
+/// `slot` is below [`TILES`]. The block has synchronised since all places were [cleared](clear_queries), and nobody
+/// writes these meanwhile.
 #[inline(always)]
 pub unsafe fn queries_of(lane: u32, slot: u32) -> impl Fn(usize) -> [[u32; 4]; 2] {
-    // SAFETY: the caller's, in both: there are so many slots.
+    // SAFETY: the caller's word: there are so many slots.
     let queries = unsafe { shared::dynamic::<u32>(SCRATCH + slot * PAIRS * QUERY + lane * 16) };
     // SAFETY: the caller's word.
     move |j| [0, 1].map(|m| unsafe { queries.load16((2 * j + m) * 128) })

@@ -1,6 +1,13 @@
 //! What the consumers do with the chunks: a step's GEMMs and attention in their order, and the grid barriers between
 //! them. GEMMs are those of [one row](one), of [several](some), and of both in [e4m3]; a warp's part of the first two
 //! is its [duty].
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of the eight consumer warps call what is unsafe here, in the same
+//! order: they synchronise. The block has synchronised before, behind what it makes in shared memory for all roles.
+//! Scratch memory is the consumers' alone. Of what other blocks write they read only what they have waited for: all of
+//! it behind a grid barrier, or word by word in the exchange. What they write for others, they write before they arrive
+//! at the next.
 
 mod duty;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -32,6 +39,7 @@ use outputs::{Addend, Output};
 pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
 /// The consumers' state; of rows that are [so](super::CHAIN) to each other, with a [short](super::short) ring or not.
+/// It is made when the block has synchronised behind what it leaves in shared memory for all roles.
 pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub p: &'a DecodeStep,
     /// Rows.
@@ -62,12 +70,16 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     /// The position of the first row; the others follow it, or have the slots that do.
     #[inline(always)]
     pub fn first_position(&self) -> u32 {
-        // SAFETY: left there before the roles parted.
+        // SAFETY: left there before the roles parted, and there is no consumer before that.
         unsafe { Units::last() + 1 - self.count }
     }
 
     /// All layers and the head. `ONE` row is exchanged with other blocks as [words with a sequence
     /// flag](crate::exchange), others through memory with grid barriers.
+    ///
+    /// # Safety
+    /// The step has `count` rows: one if `ONE`, else at most `TILES` times 8. It is called once, by the consumers of
+    /// every block; a warp [produces](super::producer::produce), and if `ONE` another finds [`factors`].
     #[inline(always)]
     pub unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ATTENTION: u8>(&mut self) {
         // SAFETY: the caller's word.
@@ -147,6 +159,10 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     }
 
     /// Notes the time, where a trace was asked for.
+    ///
+    /// # Safety
+    /// The block's trace, if there is one, has room for all points that it passes. One thread writes it, the first
+    /// consumer.
     #[inline(always)]
     pub unsafe fn mark(&self, mark: Mark) {
         // SAFETY: the caller's word.
@@ -176,6 +192,10 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
 
     /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have met when it
     /// returns.
+    ///
+    /// # Safety
+    /// What the block has to show is written. [`wait`](Self::wait) or [`wait_for_all`](Self::wait_for_all) follows,
+    /// once.
     #[inline(always)]
     unsafe fn arrive(&self) {
         // SAFETY: the caller's word.
@@ -200,6 +220,9 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     }
 
     /// Waits until every block has arrived.
+    ///
+    /// # Safety
+    /// The block has [arrived](Self::arrive) once since it last waited, and so will every other block.
     #[inline(always)]
     unsafe fn wait_for_all(&self) {
         // SAFETY: the caller's word.
@@ -255,7 +278,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     #[inline(always)]
     fn part(&mut self, index: u32, first_n_tile: u32) -> Part {
         let matrix = self.p.matrix(index);
-        // SAFETY: the roles have parted.
+        // SAFETY: stored before the roles parted, and there is no consumer before that.
         let problem = unsafe { Problem::load(matrix) };
         let (place, most) = (self.place, N_TILES * self.grid);
         let Problem { n_tiles, each, more, .. } = problem;
@@ -272,9 +295,17 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
 /// How consumers multiply weights of a format.
 pub trait Products<F: WeightFormat> {
     /// One row's, over all waves of a matrix, of which `part` is the first; and what becomes of the outputs.
+    ///
+    /// # Safety
+    /// All consumers call it. The step has one row; `part` is the block's of a matrix's first wave, and the ring is
+    /// where its chunks begin, in weights of the format `F`.
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part);
 
     /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
+    ///
+    /// # Safety
+    /// As for [`of_one`](Self::of_one), of at most `TILES` times 8 rows, whose input all blocks have written and shown.
+    /// `old` is what the part's [first outputs](Consumer::first_addends) are added to.
     unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,

@@ -1,5 +1,8 @@
 //! The decode kernels of layers in FP8 whose weights' scales are of 128 × 128. They multiply in the tensor cores' FP8,
 //! by `wgmma`, which Hopper alone has.
+//!
+//! # Safety
+//! The same as for all [decode kernels](super).
 
 use cuda_std::wgmma;
 

@@ -1,4 +1,7 @@
 //! Which [words](crate::exchange) the matrices of a step of one row take in and put out.
+//!
+//! # Safety
+//! The same as for all [consumers](super::consumer), of a step of one row.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::thread;
@@ -34,6 +37,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// The step is done: the last block to say so sees to it that the next one has sequence flags of its own. The
     /// block's consumers have met.
+    ///
+    /// # Safety
+    /// All consumers of the block call it, at the end of the step, when they have met and neither they nor the warps
+    /// beside them have anything to read or write in the exchange any more.
     #[inline(always)]
     pub unsafe fn use_up_flags(&self) {
         // SAFETY: the caller's word.

@@ -3,6 +3,12 @@
 //! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their
 //! own: each then makes the keys and values that this step adds once more for itself. They reach the cache later, when
 //! no block's copies read it any more. Of a step of one row a single block needs them, and it takes them there.
+//!
+//! # Safety
+//! The same as for all [consumers](super::consumer). A `row` is below the step's rows, and a layer below the number of
+//! layers. All that the projection of queries, keys and values leaves was waited for: behind a grid barrier, or of a
+//! step of one row word by word. Pages of the cache have room for every row's slot, and each row's keys and values
+//! there are written by one warp of the grid.
 
 use core::ops::Range;
 
@@ -29,6 +35,9 @@ const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Brings what queries and keys are made with into shared memory; known to all after the next barrier. The first
     /// warp has something else to do when rows are few.
+    ///
+    /// # Safety
+    /// All consumers call it. Nobody uses the memory behind queries before they have met.
     #[inline(always)]
     pub unsafe fn stage(&self, layer: u32) {
         // SAFETY: the caller's word.
@@ -51,6 +60,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// What a lane needs of that for a query, or a key, of `row`.
+    ///
+    /// # Safety
+    /// [`stage`](Self::stage) has brought them, the consumers have met since, and nothing else came there.
     #[inline(always)]
     unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
         // SAFETY: the caller's word.
@@ -69,6 +81,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the
     /// ring; with `ONE` also into the cache, which nobody copies from any more then. Of queries and keys a warp makes a
     /// vector, `N` under way at a time. `WGMMA`: all queries as rows for `wgmma`, of one tile.
+    ///
+    /// # Safety
+    /// All consumers call it, for the share that comes next in the ring, and meet before queries, keys or values are
+    /// read. `tiles` are at most as many as there are places for queries, whose content nobody reads any more; `own`
+    /// are rows that have their keys in the share's split. [`stage`](Self::stage) came before, unless `ONE`.
     #[inline(always)]
     pub unsafe fn vectors<const N: usize, const ONE: bool, const WGMMA: bool>(
         &self,
@@ -209,6 +226,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// Puts the values of `own` rows of this step into their pages, which are the ring's next; they are known to all
     /// after the next barrier.
+    ///
+    /// # Safety
+    /// All consumers call it, and meet before values are read. The share's keys were released, and `own` are rows that
+    /// have theirs in its split.
     #[inline(always)]
     pub unsafe fn put_values(&self, kv_head: u32, own: Range<u32>, warp_id: u32) {
         let (heads, d) = (self.p.work.heads(), thread::opaque(thread::lane_id()) * 4);
@@ -226,6 +247,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// Where in the ring this step's `row` goes: in which page, whose pages of this kind begin `skip` chunks further,
     /// and as which token. The page is there: its copy must not come after.
+    ///
+    /// # Safety
+    /// The row's slot is in the split whose pages come next in the ring.
     #[inline(always)]
     unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
         // SAFETY: the caller's word.
@@ -267,12 +291,16 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     #[inline(always)]
     pub fn slots(&self) -> impl Fn(u32) -> u32 {
         let first = if ROWS == SEQUENCES { 0 } else { self.first_position() };
-        // SAFETY: the positions are there.
+        // SAFETY: positions were left there before the roles parted, and the caller asks for rows of the step alone.
         move |row| if ROWS == SEQUENCES { unsafe { sequences::position(row) } } else { first + row }
     }
 
     /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,
     /// last warps first.
+    ///
+    /// # Safety
+    /// All consumers of every block call it, after a grid barrier behind attention of the layer and before they arrive
+    /// at the one behind which the projections of the next are written.
     #[inline(always)]
     pub unsafe fn append(&self, layer: u32) {
         // SAFETY: the caller's word.
@@ -312,6 +340,9 @@ fn head_words(head: u32) -> impl Fn(usize) -> u32 {
 }
 
 /// Asks for four words.
+///
+/// # Safety
+/// There are the four words.
 #[inline(always)]
 unsafe fn ask(words: Words, place: impl Fn(usize) -> u32) -> [Word; 4] {
     let mut asked = [words.nothing(); 4];

@@ -1,5 +1,9 @@
 //! A step's GEMMs, as all layers have them: found once, since what a block finds out between two of them the others
 //! wait for.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. A block stores its problems before it synchronises, and loads them behind that;
+//! nobody else writes there.
 
 use cuda_std::{Global, GlobalMut, bf16, shared};
 
@@ -56,6 +60,10 @@ impl Problem {
     }
 
     /// Leaves those of all matrices where [`load`](Self::load) finds them, a thread each.
+    ///
+    /// # Safety
+    /// `thread` counts the threads that call it from 0 on, each once: the first five write, and the block has not
+    /// synchronised yet. `grid` is the launch's blocks.
     #[inline(always)]
     pub unsafe fn store_all<F: WeightFormat>(p: &DecodeStep, thread: u32, grid: u32) {
         if thread < Matrix::COUNT {
@@ -73,6 +81,9 @@ impl Problem {
     }
 
     /// A matrix's.
+    ///
+    /// # Safety
+    /// The block has synchronised behind [`store_all`](Self::store_all).
     #[inline(always)]
     pub unsafe fn load(matrix: Matrix) -> Self {
         // SAFETY: written before the roles part.
@@ -93,8 +104,8 @@ impl Problem {
 }
 
 impl DecodeStep {
-    /// How many N-tiles of a matrix's last wave each block has, and how many blocks, the first in its rotation, have one
-    /// more: [`Wave::mine`](crate::stream::Wave::mine) of all blocks at once.
+    /// How many N-tiles of a matrix's last wave each block has, and how many blocks, the first in its rotation, have
+    /// one more: [`Wave::mine`](crate::stream::Wave::mine) of all blocks at once.
     pub fn shares(&self, matrix: Matrix, grid: u32) -> (u32, u32) {
         let Problem { each, more, .. } = Problem::new::<Plain>(self, matrix, grid);
         (each, more)

@@ -1,4 +1,10 @@
 //! The producer that keeps the ring of chunks full.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. One thread makes and stores [`Units`], before the block synchronises. Behind that
+//! one whole warp calls [`produce`], and so what that calls; nobody else fills the ring, and consumers take the stages
+//! of the same matrices and units in the same order. Nobody writes weights during the launch; into pages consumers put
+//! the step's own rows, when no copy reads them any more.
 
 use core::ops::Range;
 
@@ -15,9 +21,12 @@ use crate::weights::WeightFormat;
 
 /// Whether a step of `count` rows is better with attention by `wgmma`: if its tiles are several, and each block
 /// would have all of a split.
+///
+/// # Safety
+/// `count` is the step's rows, at least 1, which are of one sequence.
 #[inline(always)]
 pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
-    // SAFETY: a step has rows.
+    // SAFETY: the caller's word: a step has rows.
     let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
     let pairs = count * p.work.group();
     let splits = last / SPLIT + 1;
@@ -60,9 +69,12 @@ pub struct Share {
 
 impl Units {
     /// Those of this block when the step has `count` rows: the same in every layer.
+    ///
+    /// # Safety
+    /// `count` is the step's rows, at least 1, which are of one sequence.
     #[inline(always)]
     pub unsafe fn new<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> Self {
-        // SAFETY: a step has so many rows.
+        // SAFETY: the caller's word: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks.
@@ -88,6 +100,9 @@ impl Units {
 
     /// Those of this block when the step has `count` rows of several sequences, the furthest at the position `last`,
     /// which are [in place](sequences::bring).
+    ///
+    /// # Safety
+    /// `count` is the step's rows, at least 1. The caller is a lane of the warp that [brought](sequences::bring) them.
     #[inline(always)]
     pub unsafe fn of_sequences(p: &DecodeStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
@@ -127,6 +142,9 @@ impl Units {
     }
 
     /// Leaves them where [`load`](Self::load) finds them.
+    ///
+    /// # Safety
+    /// One thread does it, and the block synchronises behind it.
     #[inline(always)]
     pub unsafe fn store(&self) {
         // SAFETY: the block's place for them.
@@ -140,6 +158,9 @@ impl Units {
     }
 
     /// Those that were left, for another layer.
+    ///
+    /// # Safety
+    /// The block has synchronised behind [`store`](Self::store).
     #[inline(always)]
     pub unsafe fn load() -> Self {
         // SAFETY: the block's place for them, written before the roles part.
@@ -175,7 +196,7 @@ impl Units {
             if self.is_empty() {
                 return None;
             }
-            // SAFETY: the step has that unit.
+            // SAFETY: the step has that unit, and its rows were brought before units were made.
             let share = unsafe { sequences::share(number, most, kv_heads, self.tile_rows) };
             self.next += share.tiles.end - share.tiles.start;
             return Some(share);
@@ -230,6 +251,9 @@ const FEW: u32 = 8;
 const MOST_UNDER_WAY: u32 = STAGES - 3;
 
 /// Waits for room for the next chunk.
+///
+/// # Safety
+/// `under_way` is at least 1, and at most the ring's stages.
 #[inline(always)]
 unsafe fn wait(ring: &Ring, under_way: u32) {
     // SAFETY: the caller's word.
@@ -248,6 +272,10 @@ const PIECES: u32 = PAGE_TOKENS / PIECE_TOKENS;
 
 /// Starts the copy of a page's keys or values of a head, which begin at this `row` of a layer's: pieces, a lane each.
 /// Nobody reads them again in this step: what blocks exchange stays in L2 instead.
+///
+/// # Safety
+/// All lanes of the producer's warp call it. The stage is free, a lane has [acquired](tensor::acquire) the map `pages`,
+/// and `row` is the first of a page's keys, or values, of a head, in a layer that there is.
 #[inline(always)]
 unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
     // SAFETY: the caller's word.
@@ -265,6 +293,10 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
 }
 
 /// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
+///
+/// # Safety
+/// All lanes of one warp call it, once, when the block has synchronised. `one_row` says whether the step has one row,
+/// and consumers run it so.
 #[inline(always)]
 pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &DecodeStep, one_row: bool) {
     // SAFETY: the caller's word.
@@ -292,6 +324,9 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &De
 }
 
 /// The block's part of a matrix.
+///
+/// # Safety
+/// `walk` has come to the matrix, and the ring is as the matrix before it left it.
 #[inline(always)]
 unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
     p: &DecodeStep,
@@ -332,6 +367,9 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
 
 /// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not
 /// there yet: consumers put it in.
+///
+/// # Safety
+/// `units` are the block's, none of which was taken; `layer` is below the number of layers.
 #[inline(always)]
 unsafe fn produce_cache<const ROWS: u8, const SHORT: bool>(
     p: &DecodeStep,

@@ -4,6 +4,11 @@
 //! sequence, then key-value head, then split, then tile, so that a block's consecutive units share keys and values, or
 //! come from consecutive splits. Where heads are about as many as blocks, a block takes whole ones and adds their
 //! splits itself.
+//!
+//! # Safety
+//! `p` is the parameter block of a step of several sequences. [`bring`] comes first. What else is unsafe here reads
+//! what that left: the lanes of its warp may call it at once, all others when the block has synchronised. A row is
+//! below the step's rows, `rows` is how many these are, and `tile_rows` is at least 1.
 
 use cuda_std::{shared, thread, warp};
 
@@ -15,6 +20,9 @@ use crate::step::MAX_DECODE_ROWS;
 
 /// Brings each row's position, and where the rows of its sequence end, into shared memory, by the lanes of a warp; and
 /// gives the last position.
+///
+/// # Safety
+/// All lanes of a warp call it, before the block synchronises. `count` is the step's rows, 1 to [`MAX_DECODE_ROWS`].
 #[inline(always)]
 pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
     // SAFETY: the caller's word.
@@ -43,7 +51,7 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
 /// A row's position.
 #[inline(always)]
 pub unsafe fn position(row: u32) -> u32 {
-    // SAFETY: written before the roles parted.
+    // SAFETY: the caller's word: written by `bring`.
     unsafe { shared::dynamic::<[u32; 2]>(PATHS).load(row as usize)[0] }
 }
 
@@ -67,6 +75,9 @@ struct Extent {
 
 impl Extent {
     /// Of the sequence whose rows begin at `first`, where a tile has at most so many rows.
+    ///
+    /// # Safety
+    /// `first` is the first row of a sequence.
     #[inline(always)]
     unsafe fn of(first: u32, tile_rows: u32) -> Self {
         // SAFETY: the caller's word; a tile has rows.
@@ -124,6 +135,9 @@ pub unsafe fn first_unit(mut head: u32, rows: u32, kv_heads: u32, tile_rows: u32
 
 /// The unit with this number, and those behind it up to `most` in all that share its keys and values, of a step that
 /// has it.
+///
+/// # Safety
+/// `number` is below the [`units`] of all rows: behind the last sequence it would look for more. `most` is at least 1.
 #[inline(always)]
 pub unsafe fn share(mut number: u32, most: u32, kv_heads: u32, tile_rows: u32) -> Share {
     let (mut first, mut first_tile) = (0, 0);

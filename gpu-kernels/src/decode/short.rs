@@ -6,6 +6,9 @@
 //!
 //! A barrier only tells two successive phases apart, so no warp may skip a whole turn of the ring. Every warp therefore
 //! reads every chunk of a GEMM, as it does for several rows, and one row runs like several.
+//!
+//! # Safety
+//! The same as for all [decode kernels](super), with [`SHORT_SHARED_BYTES`](super::SHORT_SHARED_BYTES).
 
 use super::{ANY, CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, run};
 use crate::step::MAX_DECODE_ROWS;

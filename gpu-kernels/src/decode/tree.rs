@@ -4,6 +4,12 @@
 //! path, in the columns of their positions. A score is the same in any column: scores against all of the step's keys
 //! are found once, and each row's are put where they belong. Sums of values are not: of them a tile's rows are taken
 //! one after another, each with its own values.
+//!
+//! # Safety
+//! `p` is the parameter block of a step whose rows may be a tree, all slots of which are in one split. [`bring`] comes
+//! first, before the block synchronises. All lanes of a consumer warp call what else is unsafe here, for a share whose
+//! pages are the ring's next stages: those that are read were waited for, the step's own keys and values are in them,
+//! and nobody releases them meanwhile. A row is below the step's rows.
 
 use cuda_std::{mma, shared, thread, warp};
 
@@ -20,6 +26,9 @@ use crate::step::MAX_DECODE_ROWS;
 use crate::tree::Path;
 
 /// Brings the rows' paths into shared memory, by the lanes of a warp.
+///
+/// # Safety
+/// All lanes of a warp may call it, before the block synchronises. `count` is the step's rows.
 #[inline(always)]
 pub unsafe fn bring(p: &DecodeStep, count: u32) {
     // SAFETY: the caller's word.
@@ -32,9 +41,12 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) {
 }
 
 /// The way to a row.
+///
+/// # Safety
+/// The row is below the step's rows, whose paths were [brought](bring), and the block has synchronised since.
 #[inline(always)]
 pub unsafe fn path(row: u32) -> Path {
-    // SAFETY: written before the roles parted.
+    // SAFETY: the caller's word: written before the roles parted.
     Path::from_word(unsafe { shared::dynamic::<u64>(PATHS).load(row as usize) })
 }
 
@@ -88,6 +100,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// Scores of sixteen pairs against the keys of the step's rows, which are in the pages of the split in the ring's
     /// next stages. They come of the same products, in the same order, as scores against other keys.
+    ///
+    /// # Safety
+    /// All lanes of a warp call it. The ring's next `pages` stages have, or will have, the keys of `split`, in which a
+    /// row of the step has its key; `queries` may be called.
     #[inline(always)]
     pub unsafe fn score_rows(
         &self,
@@ -121,6 +137,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// Puts the scores of each row's own path in the columns of their positions: of 32 keys from `first` on, in whose
     /// columns are those of slots.
+    ///
+    /// # Safety
+    /// All lanes of a warp call it, with the same `first`. `from` are the scores of the same pairs.
     #[inline(always)]
     pub unsafe fn take_paths(&self, rows: &PairRows, first: u32, lane: u32, from: RowScores, to: &mut [[f32; 4]; 4]) {
         let first = first.wrapping_sub(self.first_position());
@@ -151,6 +170,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// What a warp weighs its keys by, of the ring's next `pages` stages, which have the pages of the split's keys; its
     /// own are in the first of `keys`.
+    ///
+    /// # Safety
+    /// As for [`score_rows`](Self::score_rows). The tile's `warp_id` is the warp's, and the page of its keys was waited
+    /// for.
     #[inline(always)]
     pub unsafe fn weigh_paths(
         &self,
@@ -174,6 +197,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The sums of `N` times eight dimensions, at most eight times, from `8 n` on over 32 keys from `first` on, so
     /// weighed, whose keys may differ between rows. The pages of the split's values begin `skip` stages further in the
     /// ring.
+    ///
+    /// # Safety
+    /// All lanes of a warp call it, with the same arguments but for their rows. The pages of values were waited for,
+    /// and have the slot of each of the 32 keys that a row sees: of others anything is read there.
     #[inline(always)]
     pub unsafe fn add_paths<const N: usize>(
         &self,

@@ -13,6 +13,12 @@
 //!
 //! It has kernels of its own, for contexts where that is worth it: in one kernel with the other way it takes registers
 //! from GEMMs. The device alone knows which a step wants, so both are launched.
+//!
+//! # Safety
+//! The same as for other [attention](super::attention). All lanes of the consumers' two warpgroups call what is unsafe
+//! here, in the same order: each product is a warpgroup's together. Operands are complete in shared memory; what was
+//! written there by stores was fenced, and all have met since. Nobody writes or releases them before the product was
+//! waited for.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::swizzled;
@@ -69,6 +75,10 @@ entry_points! {
 
 /// Scores of the 64 keys of a stage, in the first or second half of the upper accumulators: begun, and closed as a
 /// group.
+///
+/// # Safety
+/// All lanes of a warpgroup call it, behind [`fence`](wgmma::fence), and nobody reads or writes this half of the
+/// accumulators before they wait.
 #[inline(always)]
 unsafe fn begin_scores<const SECOND: bool>(queries: Operand, keys: Operand) {
     // SAFETY: the caller's word.
@@ -83,6 +93,9 @@ unsafe fn begin_scores<const SECOND: bool>(queries: Operand, keys: Operand) {
 }
 
 /// A window's weighted values, likewise: begun, and closed as a group.
+///
+/// # Safety
+/// As for [`begin_scores`].
 #[inline(always)]
 unsafe fn begin_values<const SECOND: bool>((weights, values): (Operand, Columns)) {
     // SAFETY: the caller's word.
@@ -150,12 +163,20 @@ struct Factors {
 }
 
 impl Scales {
+    /// Where the maxima of the lane's `i`-th pair are; the normalisers are [`SCALES`] bytes on.
+    ///
+    /// # Safety
+    /// `i` is below 2, and `at` one of the two places in scratch memory.
     #[inline(always)]
     unsafe fn of(self, i: usize) -> Shared<f32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic::<f32>(self.at + (self.pair + 8 * i as u32) * WINDOWS * 4) }
     }
 
+    /// Leaves a window's maxima and normalisers.
+    ///
+    /// # Safety
+    /// One lane of the four that have the pairs calls it, for a window of the split. Nobody reads this place any more.
     #[inline(always)]
     unsafe fn leave(self, window: u32, weights: &SoftmaxWeights) {
         unroll!(I < 2; {
@@ -169,6 +190,9 @@ impl Scales {
     }
 
     /// A window's maximum and normaliser count for nothing where it has no keys.
+    ///
+    /// # Safety
+    /// All windows of the lane's pairs were left, and all consumers have met since.
     #[inline(always)]
     unsafe fn factors(self) -> Factors {
         let mut found = Factors { windows: [[0.0; 2]; WINDOWS as usize], tops: [0.0; 2], norms: [0.0; 2] };
@@ -196,6 +220,11 @@ impl Scales {
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// All pairs of the step against a share's keys and values in the ring's next stages, of which nothing is
     /// released. The queries are in place. `turn` counts such shares.
+    ///
+    /// # Safety
+    /// All consumers call it. The step has at most [`ALL_PAIRS`] pairs; their queries, and the keys and values that the
+    /// step adds to the split, are in place and fenced, and all have met since. `turn` grows by one from share to
+    /// share.
     #[inline(always)]
     pub unsafe fn attend_all(&self, attend: &Attend, share: &Share, group: Divisor, turn: u32) {
         // SAFETY: the caller's word.
@@ -260,6 +289,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// What all pairs weigh the keys of two pages by, to where these keys were.
+    ///
+    /// # Safety
+    /// All consumers call it. With `has_paths` all have scored the rows' keys, and met: weights come where keys are.
     #[inline(always)]
     unsafe fn weigh_all(
         &self,
@@ -323,6 +355,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// [`add_all`], of a split in which paths may part: by `mma`, which lets each row have values of its own.
+    ///
+    /// # Safety
+    /// All weights and their [`Scales`] were left, the pages of values waited for, and all consumers have met since.
     #[inline(always)]
     unsafe fn add_all_paths(
         &self,
@@ -365,6 +400,9 @@ const fn weights_at(pair: u32, lane: u32, window: u32, half: u32) -> usize {
 }
 
 /// Where a window's weights and values are, for a warpgroup's half of the dimensions.
+///
+/// # Safety
+/// `page` is below `pages`, and `window` below 2.
 #[inline(always)]
 unsafe fn operands(ring: Ring, pages: u32, half: u32, page: u32, window: u32) -> (Operand, Columns) {
     // SAFETY: the caller's word.
@@ -377,6 +415,10 @@ unsafe fn operands(ring: Ring, pages: u32, half: u32, page: u32, window: u32) ->
 }
 
 /// All keys' values, so weighed, in half of the dimensions.
+///
+/// # Safety
+/// All lanes of a warpgroup call it. All weights were left and fenced, the pages of values waited for, and all
+/// consumers have met since.
 #[inline(always)]
 unsafe fn add_all(ring: Ring, pages: u32, half: u32, factors: &Factors) -> Sums {
     let mut sums = [[0f32; 4]; 8];

@@ -15,6 +15,11 @@
 //! # Pipeline
 //! A lane has 64 outputs, and two sets of as many inner sums. While one is added, the next stage is multiplied into the
 //! other.
+//!
+//! # Safety
+//! As for [the GEMMs of bf16](super), and the scales are as [`E4m3`] says. What multiplies is called by whole
+//! warpgroups, each of which has outputs and two sets of inner sums in its accumulators. The scales of a stage are read
+//! by ordinary loads, all of which are done when the stage is freed.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
@@ -116,6 +121,10 @@ struct Operands {
 impl Operands {
     /// Begins the inner sums of the ring's stage in the first set or the second: at once if it was found `full`, or
     /// else once it is.
+    ///
+    /// # Safety
+    /// The warpgroup calls it, and the set's MMAs are done and their sums added. `full` holds only if the stage was
+    /// found so. `ring` is freed after the MMAs are done and the scales have become products.
     #[inline(always)]
     unsafe fn multiply<E: Epilogue, const SECOND: bool>(self, ring: &Ring, full: bool) -> StageScales {
         // SAFETY: the caller's word.
@@ -141,6 +150,10 @@ impl Operands {
     }
 
     /// All groups of a tile, from the ring's next stage on. The outputs are in the lowest accumulators then.
+    ///
+    /// # Safety
+    /// The warpgroup calls it for the tile that the ring's next stages are of, with as many groups as these, an even
+    /// number and not 0. No MMAs are under way.
     #[inline(always)]
     unsafe fn tile<E: Epilogue, const DOWN: u32, const ACROSS: u32>(self, ring: &mut Ring, groups: u32) {
         // SAFETY: the caller's word.
@@ -200,6 +213,9 @@ impl Next for Apart {
 
 /// Releases so many stages as they come. The warpgroup's lanes synchronise at this barrier: one that lags behind would
 /// take a later fill of a stage for the one that it waits for.
+///
+/// # Safety
+/// The warpgroup calls it, and nobody else uses the barrier meanwhile. So many stages come.
 #[inline(always)]
 unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: u32, barrier: u32) {
     while stages > 0 {
@@ -292,7 +308,7 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
 /// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows; `DOWN` × `ACROSS` blocks take theirs together.
 ///
 /// # Safety
-/// As the parameter block says.
+/// As the parameter block says. All threads of every block call it.
 #[inline(always)]
 pub unsafe fn gemm_e4m3<E: Epilogue, const DOWN: u32, const ACROSS: u32>(p: &GemmE4m3) {
     // SAFETY: the caller's word.
@@ -304,14 +320,14 @@ macro_rules! kernels {
         #[doc = concat!($what, " Of e4m3.")]
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $name(p: GemmE4m3) {
-            // SAFETY: the caller's word.
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { gemm_e4m3::<$epilogue, 1, 1>(&p) }
         }
         $(
             #[doc = concat!($what, " Of e4m3, with two blocks for each tile.")]
             #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $shared(p: GemmE4m3) {
-                // SAFETY: the caller's word.
+                // SAFETY: the launcher's word: memory is as the parameter block says.
                 unsafe { gemm_of::<$epilogue, SharedBy<2>, 128, 1, 1>(&p.gemm, SharedBy(p.scales)) }
             }
         )?

@@ -1,4 +1,9 @@
 //! What becomes of a tile's sums.
+//!
+//! # Safety
+//! What is here is called in a GEMM, by whole warpgroups 0 and 1 of its blocks; `p` is the launch's parameter block,
+//! and memory as that says, with room for whole tiles of rows. A [`Half`] is of one of the block's tiles, whose rows
+//! and columns its warpgroup alone writes. The warpgroup has the half's staging memory and barrier to itself.
 
 use cuda_std::bulk;
 use cuda_std::shared::Shared;
@@ -57,6 +62,9 @@ impl Half {
 
     /// Puts 16 columns of the box into shared memory: `words` are the lane's pairs of columns as the accumulators order
     /// them.
+    ///
+    /// # Safety
+    /// Nothing that lies in the box is still to be stored. `sixteenth` is below 4.
     #[inline(always)]
     unsafe fn put(&self, sixteenth: usize, words: [u32; 4]) {
         let lane = thread::lane_id();
@@ -68,6 +76,9 @@ impl Half {
 
     /// Puts the lane's part of half of the box of one of its rows into shared memory, which lies side by side in the
     /// order of [`slot`](crate::linear::slot).
+    ///
+    /// # Safety
+    /// Nothing that lies in the box is still to be stored. `half` and `row` are below 2.
     #[inline(always)]
     unsafe fn put_slots(&self, half: u32, row: u32, words: [u32; 4]) {
         let (lane, warp) = place_in_group();
@@ -101,6 +112,10 @@ impl Half {
 
     /// Once the warpgroup has filled a box, and the box before can be overwritten, stores it: it is the `b`-th of the
     /// half's columns.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it, and have put their parts of the box. The map is of the output, which has
+    /// these columns.
     #[inline(always)]
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
@@ -197,6 +212,9 @@ pub const fn features<E: Epilogue>(n: u32) -> u32 {
 type Squares = [[f32; 2]; 8];
 
 /// Eight of them from number `first` on, zeros behind the last.
+///
+/// # Safety
+/// There are rows, [`m`](Gemm::m) is not 0; the norm has squares of them all, or its `dim` is 0.
 #[inline(always)]
 unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
     let spans = p.norm.dim / SPAN;
@@ -215,6 +233,9 @@ unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
 
 /// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the
 /// first squares; added as [`norm`](crate::norm) has it.
+///
+/// # Safety
+/// As for [`load_squares`]. All lanes of the warp call it, with the squares of the same rows.
 #[inline(always)]
 unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     let mut next = 32;

@@ -1,4 +1,9 @@
 //! The search: for each sequence the best window end, as a key.
+//!
+//! # Safety
+//! An operator, or `s`, is of a launch's parameter block, whose arrays are as it says; sequence `b` and key `k` are
+//! among its. While texts are searched nobody writes them. The keys are the launch's own, in shared memory or in the
+//! workspace, and who lowers one or reads it has waited until it was made ready.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::Shared;
@@ -35,6 +40,9 @@ pub struct Keys {
 
 impl Keys {
     /// For this launch. All threads of the block must call it.
+    ///
+    /// # Safety
+    /// All threads of the block call it, [`THREADS`] of them, with the operators' shared memory.
     #[inline(always)]
     pub(super) unsafe fn new<T: Token>(s: &Sequences<T>) -> Self {
         // SAFETY: the caller's word.
@@ -51,6 +59,9 @@ impl Keys {
 
     /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads that
     /// search must call it; they meet in `sync`.
+    ///
+    /// # Safety
+    /// All threads that search call it, thread 0 among them. The first 8 bytes of dynamic shared memory are theirs.
     #[inline(always)]
     pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>, sync: impl Fn()) -> Self {
         // SAFETY: the caller's word.
@@ -74,6 +85,8 @@ impl Keys {
         unsafe { Self { global: s.keys(), shared: shared::dynamic(shared_layout::KEYS), alone: false } }
     }
 
+    /// # Safety
+    /// There is such a key.
     #[inline(always)]
     pub(super) unsafe fn load(&self, b: usize) -> u64 {
         // SAFETY: the caller's word.
@@ -87,6 +100,9 @@ impl Keys {
     }
 
     /// Makes key `b` ready for the next launch.
+    ///
+    /// # Safety
+    /// There is such a key. One lane calls it, when nobody reads or lowers the key any more.
     #[inline(always)]
     pub(super) unsafe fn put_back(&self, b: usize) {
         if !self.alone {
@@ -96,6 +112,9 @@ impl Keys {
     }
 
     /// Lowers key `b` to `key`. `seen` is a value that it had at some time.
+    ///
+    /// # Safety
+    /// There is such a key.
     #[inline(always)]
     unsafe fn lower(&self, b: usize, key: u64, mut seen: u64) {
         while key < seen {
@@ -199,6 +218,9 @@ impl<T: Token> Span<T> {
 
     /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is
     /// nothing to read: it is read again.
+    ///
+    /// # Safety
+    /// Unit `first` exists, and the text's tokens are in memory.
     #[inline(always)]
     unsafe fn tile(&self, first: u32) -> [[u32; 4]; IN_FLIGHT as usize] {
         let mut tile = [[0u32; 4]; IN_FLIGHT as usize];
@@ -233,6 +255,9 @@ fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
 }
 
 /// The smallest of a value over the warp, known to every lane.
+///
+/// # Safety
+/// All lanes of the warp call it.
 #[inline(always)]
 unsafe fn warp_min(mut v: u64) -> u64 {
     let mut mask = 16;
@@ -255,6 +280,10 @@ struct Pattern<T> {
 impl<T: Token> Pattern<T> {
     /// The key of a window end whose token, at `at`, is the pattern's last and the token `end` of its text, or
     /// [`NOTHING`] if too little agrees.
+    ///
+    /// # Safety
+    /// `end` is one of the text's, with its token at `at`; all tokens before it and before the pattern's last are in
+    /// memory, the longest pattern's at least.
     #[inline(always)]
     unsafe fn agreement(&self, at: Global<T>, end: u32, place: u32) -> u64 {
         let reach = self.longest.min(end + 1);
@@ -286,6 +315,9 @@ pub(super) struct Ahead {
 impl Ahead {
     /// What is tile `tile` of sequence `b` if both of its texts fill their rows. It is that tile too, or beyond the
     /// end, if the texts are shorter.
+    ///
+    /// # Safety
+    /// There is such a sequence.
     #[inline(always)]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, b: usize, tile: u32) -> Self {
         // SAFETY: the caller's word.
@@ -330,6 +362,11 @@ impl AheadShared {
 
     /// Of sequence 0 the tiles `part`, `part + parts` and so on that lie before token `end`, with shared memory from
     /// `offset` on.
+    ///
+    /// # Safety
+    /// A whole warp calls it, `part` is below `parts`, and no other warp has the same. There is shared memory for
+    /// [`bytes`](Self::bytes) of so many parts from `offset` on, a multiple of 16, which is the warps' own. Nobody
+    /// writes the tokens before `end` any more.
     #[inline(always)]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, part: u32, parts: u32, end: u32, offset: u32) -> Self {
         // SAFETY: the caller's word.
@@ -355,6 +392,10 @@ impl AheadShared {
 
     /// The tile that begins with unit `first` of the generated tokens, if it is there; it is this warp's. What was
     /// asked for was waited for.
+    ///
+    /// # Safety
+    /// Each lane calls it that has called [`load`](Self::load), and has waited for its copies. If the unit is there, it
+    /// begins a tile of the warp's part.
     #[inline(always)]
     pub(super) unsafe fn get(&self, first: u32, in_prompt: bool) -> Option<Units> {
         if in_prompt || first >= self.end {
@@ -373,6 +414,11 @@ impl AheadShared {
 /// One warp's part of one sequence, whose key is number `k`: of 2^`log_parts` parts, every so many tiles from tile
 /// `part` on. The prompt's tiles come first, then those of the generated tokens; the ends outside of units are the last
 /// part's.
+///
+/// # Safety
+/// A whole warp calls it, with the same arguments in all lanes. `t` are the texts of the sequence whose key is number
+/// `k`, with at least one window end; `part` is below 2^`log_parts`. What `ahead` gives is the tile that it is asked
+/// for.
 #[inline(always)]
 pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
     operator: &O,
@@ -496,6 +542,9 @@ fn ceil_log2(v: u32) -> u32 {
 
 /// This block's part of the search: parts of sequences go to the blocks in turn, and in a block to its warps, so that
 /// few parts are spread over many SMs.
+///
+/// # Safety
+/// The whole grid calls it, blocks of [`THREADS`]. `keys` is what [`Keys::new`] has made in the block.
 #[inline(always)]
 pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     let s = operator.sequences();

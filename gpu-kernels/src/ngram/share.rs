@@ -1,4 +1,9 @@
 //! The last block's work: who gets how much of the budget, and the copy of the drafts.
+//!
+//! # Safety
+//! An operator, or `s`, is of a launch's parameter block, whose arrays are as it says. Whole blocks of [`THREADS`] call
+//! these functions, with the operators' shared memory; `keys` are those of the launch, or those that another one left.
+//! Sequences' outputs are written when nobody reads them as inputs any more.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{shared, thread, warp};
@@ -12,6 +17,9 @@ const COPIERS: u32 = 16;
 const COPIES: u32 = 4;
 
 /// Whether this block is the last of the launch to come here. Then all that the others wrote before is visible.
+///
+/// # Safety
+/// All blocks of the launch call it, once, each when it has searched.
 #[inline(always)]
 pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) -> bool {
     // SAFETY: the caller's word.
@@ -73,6 +81,9 @@ impl Wish {
 }
 
 /// The wish of sequence `b`, of one that asks for nothing where there is no such sequence.
+///
+/// # Safety
+/// All keys are final: every block has searched.
 #[inline(always)]
 unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
     // SAFETY: the caller's word.
@@ -90,6 +101,9 @@ unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -
 }
 
 /// The sum over the lanes up to and including this one.
+///
+/// # Safety
+/// All lanes of the warp call it.
 #[inline(always)]
 unsafe fn running_total(mut v: i64) -> i64 {
     let mut delta = 1;
@@ -241,6 +255,9 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
 
 /// Copies the drafts of a chunk of sequences, as its threads have left them in shared memory. A group of lanes copies
 /// for several sequences at a time, so that their loads do not wait for each other.
+///
+/// # Safety
+/// The block's threads have left the chunk's drafts in shared memory, and met.
 #[inline(always)]
 unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
     // SAFETY: the caller's word.

@@ -21,6 +21,10 @@
 //!
 //! *Progress.* A block waits only for blocks of lower index. Blocks start in that order, or all together in a
 //! cooperative launch.
+//!
+//! # Safety
+//! An operator is a launch's parameter block, whose arrays are as it says. The grid has a block for each sequence, at
+//! most [`TOGETHER`]; blocks start in order, or all at once.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, thread, warp};
@@ -46,6 +50,9 @@ fn number(word: u64) -> i64 {
 }
 
 /// The words of slot `i`: cap and fixed.
+///
+/// # Safety
+/// `i` is below [`TOGETHER`], and `slots` are a launch's.
 #[inline(always)]
 unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
     let at = 2 * i as usize;
@@ -82,6 +89,10 @@ pub(crate) struct Drafted<T> {
 
 /// The same by the first `warps` warps of a block, a power of two, which meet in `sync`; with the tiles that `ahead`
 /// has. The first warp is told what it has written, as far as a lane has one draft.
+///
+/// # Safety
+/// The first `warps` warps of each block call it, whole, and no other; `sync` is a barrier of these. The first 8 bytes
+/// of dynamic shared memory are theirs. What `ahead` gives is the tile of the warp's part that it is asked for.
 #[inline(always)]
 pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
     operator: &O,

@@ -1,4 +1,9 @@
 //! A row of logits as the sampler sees it, and a CTA's walk over its slice.
+//!
+//! # Safety
+//! Whole CTAs call these functions, or whole warps where warps have slices of their own. Inputs are as the launch's
+//! parameter block says, a row's logits are one row of them, and its slice is within the vocabulary. Where logits are
+//! changed, the [choice](Choice) lies in shared memory, the CTA has met since, and nobody writes it meanwhile.
 
 use cuda_std::{Global, shared, thread};
 
@@ -28,9 +33,15 @@ pub(crate) struct Inputs {
 /// there for each pass: registers are short between passes.
 pub(crate) trait Change: Sized {
     /// What a pass needs to know.
+    ///
+    /// # Safety
+    /// The choice's row and slot are among the inputs'.
     unsafe fn new(inputs: &Inputs) -> Self;
 
     /// Changes a thread's logits: of every 32nd token from `first` on that is below `end`.
+    ///
+    /// # Safety
+    /// `end` is at most the vocabulary.
     unsafe fn change(&self, logits: &mut [f32; AT_ONCE], first: u32, end: u32);
 }
 
@@ -256,6 +267,9 @@ impl Row {
     }
 
     /// Hands a logit to each of the first lanes of a warp, whose slice has no more than these.
+    ///
+    /// # Safety
+    /// The slice has at most 32 tokens. A whole warp calls it.
     #[inline(always)]
     pub unsafe fn one_each<C: Change>(&self, mut f: impl FnMut(f32)) {
         // SAFETY: the caller's word.
@@ -271,6 +285,9 @@ impl Row {
 
     /// What the logits of this warp's part of the slice weigh together: known to each of its lanes. Those below `least`
     /// weigh nothing.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it.
     #[inline(always)]
     pub unsafe fn warp_weight<C: Change>(
         &self,

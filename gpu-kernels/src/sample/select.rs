@@ -3,6 +3,12 @@
 //! A pass makes a histogram of the ranks in question, in up to [`BINS`] bins of equal width. The bin in which the sum
 //! reaches the target holds the ranks in question of the next pass, until a bin is as narrow as is asked for. Logits of
 //! a row lie close together, so two or three passes do.
+//!
+//! # Safety
+//! Whole CTAs call these functions, all of a team with the same question, weights and target, since they wait for each
+//! other. Rows are as [`row`](super::row) asks. A CTA has [`SHARED_BYTES`](super::SHARED_BYTES) of dynamic shared
+//! memory to itself; its histogram and its words of results are in use until [`select`] returns, and afterwards until
+//! the CTA has met.
 
 use core::marker::PhantomData;
 
@@ -30,6 +36,9 @@ const OWN: usize = (BINS / THREADS) as usize;
 /// Ranks to select from.
 pub(crate) trait Ranks {
     /// Hands a thread's ranks from `low` to `high` to `f`, with their weights. Others may come, too, with none.
+    ///
+    /// # Safety
+    /// The ranks are of a row as [`row`](super::row) asks.
     unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, f: impl FnMut(u64, u64));
 }
 
@@ -78,12 +87,20 @@ pub(crate) trait Weight: Copy {
     fn of<const N: usize>(self, logits: &[f32; N]) -> [u64; N];
 
     /// Adds a weight to a bin of the block's histogram, word by word `BINS` apart.
+    ///
+    /// # Safety
+    /// `bins` are the block's, and `bin` is below [`BINS`].
     unsafe fn add(bins: Shared<u32>, bin: u32, weight: u64);
 
     /// A bin's sum.
+    ///
+    /// # Safety
+    /// As for [`add`](Self::add); nobody adds any more.
     unsafe fn sum(bins: Shared<u32>, bin: u32) -> u64;
 }
 
+/// # Safety
+/// `bins` are the block's, with this word, and `bin` is below [`BINS`].
 #[inline(always)]
 unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
     // SAFETY: the caller's word.
@@ -92,6 +109,8 @@ unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
     }
 }
 
+/// # Safety
+/// As for [`add_word`]; nobody adds any more.
 #[inline(always)]
 unsafe fn word(bins: Shared<u32>, word: u32, bin: u32) -> u64 {
     // SAFETY: the caller's word.
@@ -177,6 +196,9 @@ pub(crate) struct Question {
 
 /// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of
 /// all of them; 0 where they do not, or there is no target.
+///
+/// # Safety
+/// The question's `low` is at most its `high`.
 #[inline(always)]
 pub(crate) unsafe fn select<W: Weight>(
     team: &mut Team,
@@ -235,6 +257,9 @@ pub(crate) unsafe fn select<W: Weight>(
 }
 
 /// The block's histogram of the ranks from `low` to `high`, the highest first, of which a thread is told [`OWN`] bins.
+///
+/// # Safety
+/// `low` is at most `high`, and `high - low`, shifted, below [`BINS`].
 #[inline(always)]
 unsafe fn histogram<W: Weight>(of: &impl Ranks, low: u64, high: u64, shift: u32, weight: W) -> [u64; OWN] {
     // SAFETY: the caller's word.

@@ -3,6 +3,12 @@
 //! Split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results meet in
 //! [scratch](SCRATCH_WORDS) memory. All CTAs are resident at once, so they may wait for each other there. A row that
 //! one CTA has alone needs none of it.
+//!
+//! # Safety
+//! A team is of a launch whose CTAs are all resident at once. Its scratch is as the launch's parameters say, and no
+//! other team's. Whole CTAs call these functions, all threads of each, unless they say otherwise; what waits for the
+//! team is called by all of its CTAs, equally often and in the same order. Results go through words of the CTA's shared
+//! memory that nobody else uses meanwhile.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, shared, thread, warp};
@@ -53,7 +59,7 @@ pub(crate) struct Team {
 }
 
 impl Team {
-    /// `scratch`: the row's.
+    /// `scratch`: the row's. The team has at least one CTA.
     #[inline(always)]
     pub fn new(splits: u32, rank: u32, scratch: GlobalMut<u64>) -> Self {
         Self { splits, rank, scratch, met: 0 }
@@ -68,7 +74,7 @@ impl Team {
     /// This CTA's slice of the vocabulary: its first token, and the one after its last.
     #[inline(always)]
     pub fn slice(&self, vocab: u32) -> (u32, u32) {
-        // SAFETY: a team has a CTA.
+        // SAFETY: a team has a CTA, see `new`.
         unsafe { cuda_std::assume(self.splits > 0) };
         let len = vocab.div_ceil(self.splits);
         let first = self.rank * len;
@@ -120,6 +126,9 @@ impl Team {
     }
 
     /// Leaves the scratch as the next launch wants to find it: by the CTA that is [last](Self::is_last).
+    ///
+    /// # Safety
+    /// This CTA is the team's last: the others are done with its scratch.
     #[inline(always)]
     pub unsafe fn reset(&self) {
         // SAFETY: the caller's word.
@@ -165,6 +174,9 @@ impl Team {
     }
 
     /// The sum of all that was [added](Self::add_to_total).
+    ///
+    /// # Safety
+    /// This CTA is the team's last.
     #[inline(always)]
     pub unsafe fn total(&self) -> u64 {
         // SAFETY: the caller's word.
@@ -197,6 +209,9 @@ impl Team {
     }
 
     /// Puts a candidate on the team's list, which has room for [`MOST_CANDIDATES`].
+    ///
+    /// # Safety
+    /// Any lane may call it, before its CTA has asked whether it [is the last](Self::is_last).
     #[inline(always)]
     pub unsafe fn nominate(&self, rank: u64) {
         // SAFETY: the caller's word.
@@ -209,6 +224,9 @@ impl Team {
     }
 
     /// The same under a condition.
+    ///
+    /// # Safety
+    /// As for [`nominate`](Self::nominate).
     #[inline(always)]
     pub unsafe fn nominate_if(&self, condition: bool, rank: u64) {
         if condition {
@@ -219,6 +237,9 @@ impl Team {
 
     /// How many there are, for the [last](Self::is_last) CTA: if more than the list has room for, some are missing
     /// there.
+    ///
+    /// # Safety
+    /// This CTA is the team's last.
     #[inline(always)]
     pub unsafe fn nominated(&self) -> u32 {
         // SAFETY: the caller's word.
@@ -226,6 +247,10 @@ impl Team {
     }
 
     /// A candidate's rank.
+    ///
+    /// # Safety
+    /// Any lane may call it, of the team's last CTA, for one of those that were [nominated](Self::nominated) and had
+    /// room.
     #[inline(always)]
     pub unsafe fn candidate(&self, i: u32) -> u64 {
         // SAFETY: the caller's word.
@@ -254,6 +279,10 @@ impl Team {
     }
 
     /// Adds the CTAs' histograms, of which this thread knows these bins, `first` and those after it: the team's.
+    ///
+    /// # Safety
+    /// Each bin is one thread's, and below [`BINS`]. The histogram was made zero: the team has met in
+    /// [`max`](Self::max) or here last.
     #[inline(always)]
     pub unsafe fn add_bins<const N: usize>(&mut self, first: u32, bins: [u64; N]) -> [u64; N] {
         // SAFETY: the caller's word.
@@ -337,6 +366,9 @@ pub(super) unsafe fn block_totals(own: u64) -> (u64, u64) {
 }
 
 /// The sum of a value over the warp.
+///
+/// # Safety
+/// All lanes of the warp call it.
 #[inline(always)]
 pub(super) unsafe fn warp_total(mut v: u64) -> u64 {
     let mut mask = 16;
@@ -348,6 +380,9 @@ pub(super) unsafe fn warp_total(mut v: u64) -> u64 {
 }
 
 /// The sum over the lanes up to and including this one.
+///
+/// # Safety
+/// All lanes of the warp call it.
 #[inline(always)]
 pub(super) unsafe fn running_total(mut v: u64) -> u64 {
     let mut delta = 1;

@@ -5,6 +5,10 @@
 //! of its tokens', as the drafter says them, times what its likeliest tokens turned out to be worth of late beside what
 //! it said of them. The step runs the best nodes by that (Li et al., 2024, "EAGLE-2", section 4.2), as many as
 //! [`drafting`](crate::drafting) finds worth their rows.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, whose addresses are as it says, and notes are of passes that are done. One whole
+//! warp calls these functions, each lane with its own number.
 
 use cuda_std::{Global, GlobalMut, kernel, thread, warp};
 
@@ -154,6 +158,8 @@ struct Candidates {
 }
 
 impl Candidates {
+    /// # Safety
+    /// Each pass of the last chain was noted with at least `branches` tokens, 4 at most.
     #[inline(always)]
     unsafe fn look(p: &PlanTree, branches: u32, lane: u32) -> Self {
         // SAFETY: the caller's word.

@@ -1,4 +1,8 @@
 //! How the batched decode kernels read weights.
+//!
+//! # Safety
+//! The same as for all [formats](super). Each of the eight consumer warps loads the N-tile of a stage that has its
+//! number. No MMA reads the registers that are written.
 
 use cuda_std::shared::Shared;
 use cuda_std::{Global, bf16, thread, wgmma};
@@ -59,6 +63,10 @@ pub(crate) struct StageSources {
 
 impl StageSources {
     /// Those of 8 N-tiles from `n_tile` on, of a matrix in this stream.
+    ///
+    /// # Safety
+    /// The stream has the wave, and the wave the N-tile, which is a multiple of [`TOGETHER`](crate::stream::TOGETHER);
+    /// or nothing is read there.
     #[inline(always)]
     pub unsafe fn new(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> Self {
         let first = wave.slice(n_tile, 0);
@@ -69,6 +77,9 @@ impl StageSources {
     }
 
     /// The first stage of a split-K partial.
+    ///
+    /// # Safety
+    /// `k_partial` is below [`K_PARTIALS`].
     #[inline(always)]
     pub unsafe fn of(&self, k_partial: u32) -> Global<u8> {
         // SAFETY: the caller's word.

@@ -1,4 +1,7 @@
 //! Weights in e4m3, multiplied by activations in e4m3.
+//!
+//! # Safety
+//! What is unsafe here asks what [`WeightFormat`] says.
 
 use super::{Plain, WeightFormat};
 use crate::decode::{DecodeStep, OfCodes};

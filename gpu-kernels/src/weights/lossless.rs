@@ -33,6 +33,11 @@
 //! 0  escapes: 10    those of the first slice: 10    its base: 7              place in the model's list, upper bits: 5
 //! 1  place in the model's list, lower bits: 18      second slice's base: 7   top: 7
 //! ```
+//!
+//! # Safety
+//! A whole warp calls what is unsafe here. A tile that it unpacks is in shared memory, complete, as the layout says. It
+//! is unpacked in place, and so once each time that it comes, by one warp; nobody else uses its slices meanwhile. The
+//! model's list has all escapes for which tiles' lists have no room.
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod batched;
@@ -149,6 +154,10 @@ struct Place<const N: usize> {
 impl<const N: usize> Place<N> {
     /// The fragments. Upper bytes pass through the place of the lower ones, so nobody else may read them. `beside` is
     /// called with the numbers from 0 to 7 in turn, as in [`FragmentFormat::load`].
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, once. The slices and the list are complete, and no other warp reads or writes the
+    /// slices before it returns.
     #[inline(always)]
     unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(usize)) -> [[[u32; 4]; 4]; N] {
         // SAFETY: the caller's word.
@@ -202,6 +211,10 @@ impl<const N: usize> Place<N> {
 
     /// Puts the escapes in their places among the upper bytes; `own` is the one with the lane's number, if there is
     /// one.
+    ///
+    /// # Safety
+    /// As for [`unpack`](Self::unpack); the slices' upper bytes lie where the lower ones were. `header` is the list's,
+    /// and `own` its entry with the lane's number.
     #[inline(always)]
     unsafe fn patch(&self, p: &Lossless, header: [u32; 2], own: u32, lane: u32) {
         // SAFETY: the caller's word.
@@ -252,6 +265,9 @@ fn merge(low: [[u32; 4]; 2], high: [[u32; 4]; 2], fragment: usize) -> [u32; 4] {
 
 impl Lossless {
     /// The tile of a split-K partial in a stage of the decode kernel's ring.
+    ///
+    /// # Safety
+    /// The stage has a packed chunk of these weights, and `k_partial` is below [`K_PARTIALS`].
     #[inline(always)]
     unsafe fn tile(&self, stage: &Ring, k_partial: u32) -> Place<2> {
         // SAFETY: the caller's word.

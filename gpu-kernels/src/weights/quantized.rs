@@ -27,6 +27,10 @@
 //! A lane's codes of a slice are those of its four fragments, in order: a word a fragment of int4, two of FP8.
 //! In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
 //! 0 and 1 (2 and 3) have bytes `2 h` and `2 h + 1` of the first (second) word.
+//!
+//! # Safety
+//! A whole warp calls what is unsafe here: a producer's to fill a stage that is empty, a consumer's to load from one
+//! that has whole chunks of codes, as the layout says. Codes are only read: two warps may load the same.
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod batched;
@@ -344,6 +348,10 @@ fn both_factors<C: Code>([lower, upper]: [Scale; 2]) -> [Factors; 2] {
 }
 
 /// A lane's codes of a slice, and its two scales, from shared memory.
+///
+/// # Safety
+/// An N-tile's codes of a slice, and its scales, are complete there: [`SLICE_BYTES`](Code::SLICE_BYTES) and
+/// [`SCALE_BYTES`] of shared memory. `lane` is below 32.
 #[inline(always)]
 unsafe fn load_slice<C: Code>(codes: Shared<u8>, scales: Shared<u8>, lane: u32) -> ([[u32; 4]; 2], [Scale; 2]) {
     // SAFETY: the caller's word.

@@ -29,8 +29,8 @@ pub struct Limits {
     pub prompt_rows: u32,
     /// See `prompt_rows`.
     pub prompt_share: u32,
-    /// Whether the device computes prompts otherwise than what it generates, to other bits: then a page is shared by
-    /// those alone whose prompts end alike.
+    /// Whether the device computes prompts otherwise than what it generates, to other bits: then sequences share a page
+    /// only if the same of its tokens are of their prompts.
     pub prompts_apart: bool,
 }
 

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cuda_std::Kernel;
-use cuda_std::emulator::{self, Launch};
+use cuda_std::emulator::{self, Launch, MissingWait};
 
 use super::recording::Recording;
 use super::{Begin, Calls, Capabilities, DeviceOptions, Grid};
@@ -20,6 +20,8 @@ pub(super) struct Emulator {
     recording: Recording,
     /// Of launches and copies, each of which is done before the next begins.
     turn: Mutex<()>,
+    /// What launches of a kernel [leave out](super::Device::leave_out), and whether one did.
+    missing: Mutex<Option<(&'static str, MissingWait, bool)>>,
 }
 
 impl Emulator {
@@ -32,6 +34,7 @@ impl Emulator {
             calls: Mutex::default(),
             recording: Recording::default(),
             turn: Mutex::default(),
+            missing: Mutex::default(),
         }
     }
 
@@ -63,6 +66,14 @@ impl Emulator {
 
     fn count(&self, add: impl FnOnce(&mut Calls)) {
         add(&mut self.calls.lock().unwrap_or_else(|e| e.into_inner()));
+    }
+
+    pub(super) fn leave_out(&self, kernel: &'static str, wait: MissingWait) {
+        *self.missing.lock().unwrap_or_else(|e| e.into_inner()) = Some((kernel, wait, false));
+    }
+
+    pub(super) fn has_left_out(&self) -> bool {
+        self.missing.lock().unwrap_or_else(|e| e.into_inner()).is_some_and(|(.., left_out)| left_out)
     }
 
     /// Nothing to wait for: launches are synchronous.
@@ -137,6 +148,13 @@ impl Emulator {
             ..Launch::default()
         };
         let _turn = self.turn();
-        emulator::launch::<K>(&launch, params).map(drop).map_err(|e| Error::Emulator(e.to_string()))
+        let mut missing = self.missing.lock().unwrap_or_else(|e| e.into_inner());
+        let missing = missing.as_mut().filter(|(kernel, ..)| *kernel == K::NAME);
+        let launch = Launch { missing: missing.as_ref().map(|(_, wait, _)| *wait), ..launch };
+        let report = emulator::launch::<K>(&launch, params).map_err(|e| Error::Emulator(e.to_string()))?;
+        if let Some((.., left_out)) = missing {
+            *left_out |= report.left_out;
+        }
+        Ok(())
     }
 }

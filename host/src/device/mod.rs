@@ -21,6 +21,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use bytemuck::Pod;
+use cuda_std::emulator::MissingWait;
 use cuda_std::{Global, GlobalMut, Kernel};
 
 pub use calls::Calls;
@@ -124,6 +125,19 @@ impl Device {
     /// run.
     pub fn emulator_with(seed: u64, options: &DeviceOptions) -> Self {
         Self(Arc::new(DeviceKind::Emulator(emulated::Emulator::new(seed, options.clone()))))
+    }
+
+    /// Has the emulator's launches of `K` leave out this wait, as if the kernel lacked it: for tests that its absence is
+    /// found. A card waits all the same.
+    pub fn leave_out<K: Kernel>(&self, wait: MissingWait) {
+        if let DeviceKind::Emulator(emulator) = &*self.0 {
+            emulator.leave_out(K::NAME, wait);
+        }
+    }
+
+    /// Whether that wait has come up since.
+    pub fn has_left_out(&self) -> bool {
+        matches!(&*self.0, DeviceKind::Emulator(emulator) if emulator.has_left_out())
     }
 
     /// What it was opened with.

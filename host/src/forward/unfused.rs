@@ -1,5 +1,4 @@
-//! A step in many launches: for devices that cannot run it in one, for few rows of several sequences, and to compare
-//! with.
+//! A step in many launches: for devices that cannot run it in one, and to compare with.
 
 use cuda_std::{Global, Kernel};
 use gpu_kernels::attention::{self, Attend, AttendTiles};

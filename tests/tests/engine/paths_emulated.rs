@@ -5,11 +5,13 @@ use std::ops::ControlFlow;
 
 use benches::cases::decode::{self, DecodeSizes};
 use benches::{Bench, Event};
+use cuda_std::Kernel;
+use cuda_std::emulator::{self, LeftOut, MissingWait};
 use gpu_kernels::attention::SPLIT;
-use gpu_kernels::decode::DecodeStep;
+use gpu_kernels::decode::{DecodeStep, decode_1, decode_8_sequences};
 use host::batch::{Batch, BatchOptions, Job};
 use host::device::{Device, DeviceOptions, Level};
-use host::forward::Forward;
+use host::forward::{Forward, Row, RowOutput};
 use host::{Coding, DeviceChoice, Engine, Gpu, LoadOptions, NgramDraft, Request};
 use integration_tests::{
     GoldenCase, answer, check_decode_calls, engine_with, format_cases, golden_cases, greedy, relative_error, run,
@@ -207,6 +209,35 @@ fn steps_in_launches_are_as_many_as_there_are_operators() {
         check_decode_calls(&mut gpu, &device, &greedy(&case.prompt[..4], 5, None), launches)
             .unwrap_or_else(|what| panic!("{options:?}: {what}"));
     }
+}
+
+/// Waits of a decode step for mbarriers, left out: for weights, keys and values that are not there yet, and for stages
+/// that are still read.
+#[test]
+fn a_missing_wait_of_a_decode_step_is_found() {
+    let (_, checkpoint) = golden();
+    let several = missing_waits::<decode_8_sequences>(&checkpoint, 5, 3);
+    assert!(several.found >= 15 && several.unfound.is_empty(), "{several:?}");
+    // Of one row, a warp of each CTA finds a norm's factor, and waits until others want it. That saves requests for it;
+    // to ask too early does no harm.
+    let one = missing_waits::<decode_1>(&checkpoint, 1, 1);
+    let factors = Device::emulator(1).sms() as usize * (2 * checkpoint.config.num_hidden_layers + 1);
+    assert!(one.found >= 40 && one.unfound.len() <= factors, "{one:?}, and {factors} waits for factors to be wanted");
+}
+
+/// Every `nth` wait of a step of so many rows, left out.
+fn missing_waits<K: Kernel>(checkpoint: &Checkpoint, rows: u32, nth: usize) -> LeftOut {
+    // Behind others, so that pages are read.
+    let rows: Vec<Row> = (40..40 + rows).map(|position| Row { token: position, position, sequence: 0 }).collect();
+    let step = |wait| {
+        let device = Device::emulator(1);
+        device.leave_out::<K>(wait);
+        let mut forward = Forward::new(&device, &checkpoint.config, uploaded(&device, checkpoint), 64).unwrap();
+        assert!(forward.prepare_decode().unwrap());
+        let listed = forward.list_rows(&rows).unwrap();
+        forward.enqueue_sequences(&listed, RowOutput::LogitsFrom(0)).map(|_| device.has_left_out())
+    };
+    emulator::leave_out_each((0..2000).step_by(nth).map(MissingWait::Phase), step)
 }
 
 /// Launches that a prompt of so many tokens takes, and the choice after it.

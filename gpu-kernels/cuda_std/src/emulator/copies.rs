@@ -301,6 +301,7 @@ impl World {
         let Some(barrier) = self.blocks[slot].mbarriers.get_mut(&address) else { return false };
         let awaited = *barrier.awaited.get_or_insert(self.phases_awaited);
         self.phases_awaited = self.phases_awaited.max(awaited + 1);
+        self.report.left_out |= awaited == number;
         awaited == number
     }
 

@@ -125,6 +125,35 @@ pub struct Report {
     pub atomics: u64,
     /// A digest of the order in which lanes ran.
     pub trace: u64,
+    /// Whether [a wait that was to be left out](Launch::missing) came up.
+    pub left_out: bool,
+}
+
+/// What came of [leaving out](leave_out_each) waits.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LeftOut {
+    /// How many of them the emulator missed.
+    pub found: usize,
+    /// Those that it did not: they are not needed in this launch, or their absence does not show under its seed.
+    pub unfound: Vec<MissingWait>,
+}
+
+/// Leaves out each of these waits of a launch, one in each run, until there is none with the next number. `run` fails
+/// with what was found, or says whether [the wait came up](Report::left_out).
+pub fn leave_out_each<E>(
+    waits: impl IntoIterator<Item = MissingWait>,
+    mut run: impl FnMut(MissingWait) -> Result<bool, E>,
+) -> LeftOut {
+    let mut all = LeftOut::default();
+    for wait in waits {
+        match run(wait) {
+            Ok(false) => break,
+            Ok(true) => all.unfound.push(wait),
+            // A race, a use too early, or lanes that wait for ever.
+            Err(_) => all.found += 1,
+        }
+    }
+    all
 }
 
 /// Runs a grid of kernel `K` to its end.

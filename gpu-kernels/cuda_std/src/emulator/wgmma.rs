@@ -311,13 +311,16 @@ pub fn wait(pending: usize, site: Site) {
     let products = &mut world.lane().products;
     let committed = &mut products.committed;
     let mut done = committed.len().saturating_sub(pending);
+    let mut is_missing = false;
     if done > 0 {
-        if missing == Some(MissingWait::Mmas(products.waits)) {
+        is_missing = missing == Some(MissingWait::Mmas(products.waits));
+        if is_missing {
             done = 0;
         }
         products.waits += 1;
     }
     let groups: Vec<Vec<Wgmma>> = committed.drain(..done).collect();
+    world.report.left_out |= is_missing;
     groups.iter().flatten().for_each(|product| world.multiply(product));
     collective::warpgroup_barrier(site);
 }

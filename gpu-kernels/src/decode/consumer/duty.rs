@@ -1,5 +1,11 @@
 //! What falls to a consumer warp of a GEMM by fragments in registers: which split-K partial and N-tiles, and its
 //! products, turn by turn.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, each warp for its own
+//! duty, and all eight for the same parts and turns in the same order. The ring is where the part's chunks begin that
+//! have yet to be multiplied: the producer fills their stages with weights of the format `F`. The warp loads what is
+//! its own of a chunk once, and then has a part in its release; nobody else releases for it.
 
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -14,6 +20,10 @@ use crate::weights::{FragmentFormat, WeightFragments};
 
 /// Gives a chunk back, for the whole warp, by the lanes that are told to. TMA must not overwrite what is still being
 /// read: without the fence it did.
+///
+/// # Safety
+/// All lanes of the warp call it; it has waited for the chunk of each lane that arrives, and reads it no more. Of all
+/// warps together `WARPS` lanes arrive for a stage.
 #[inline(always)]
 pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
     // SAFETY: the caller's word.
@@ -125,6 +135,10 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     /// and the stage's chunk before this one may have been the other half's, for which this warp did not wait. It came:
     /// this warp had one of the last three chunks, or met the block since, and the producer has no more than 9 under
     /// way.
+    ///
+    /// # Safety
+    /// The stage has, or will have, an N-tile of the warp's, which it has not loaded yet. `chunk` is one of the
+    /// stage's.
     #[inline(always)]
     pub(super) unsafe fn load(&self, p: &DecodeStep, stage: &Ring, chunk: u32) -> WeightFragments {
         // SAFETY: the caller's word.
@@ -155,6 +169,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// If fragments are costly, those of the first N-tile of a part, whose first stage is the ring's next:
     /// [`costly`](Self::costly) has the next ones ready when it multiplies.
+    ///
+    /// # Safety
+    /// `ring` is where the part's first turn begins, and nothing of the part was loaded.
     #[inline(always)]
     pub(super) unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> Ready {
         let own = self.n_tiles(part.mine);
@@ -176,6 +193,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     }
 
     /// Gives a stage back that ends with this N-tile, whose fragments are there, if they were made in the stage.
+    ///
+    /// # Safety
+    /// The N-tile was loaded last, and its stage is yet to be released.
     #[inline(always)]
     unsafe fn release_loaded(&self, tile: &Tile) {
         if F::IN_PLACE {
@@ -185,6 +205,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     }
 
     /// Gives a stage back that ends with this N-tile, the `S`-th, which was multiplied, unless that is done.
+    ///
+    /// # Safety
+    /// The N-tile was loaded, and then multiplied into the `S`-th sums, and its stage is yet to be released.
     #[inline(always)]
     unsafe fn release_multiplied<const S: usize>(&self, tile: &Tile, acc: &[[f32; 4]; N_TILES as usize]) {
         if !F::IN_PLACE {
@@ -222,6 +245,10 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// Multiplies the fragments that are ready, of its `S`-th N-tile. Meanwhile those of the one behind it are made;
     /// behind that comes `next`.
+    ///
+    /// # Safety
+    /// Fragments are costly. `ready` is of the N-tile whose sums are the `S`-th, and `next` is the one that comes two
+    /// behind it.
     #[inline(always)]
     unsafe fn costly_step<const S: usize>(
         &self,
@@ -252,6 +279,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     }
 
     /// Multiplies the fragments of the last N-tile of a part.
+    ///
+    /// # Safety
+    /// As for [`costly_step`](Self::costly_step), of the part's last N-tile.
     #[inline(always)]
     unsafe fn costly_end<const S: usize>(
         &self,
@@ -268,6 +298,10 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `ready` is of the first
     /// turn's first N-tile, and then of the turn behind the last, unless that was the part's last.
+    ///
+    /// # Safety
+    /// Fragments are costly, and the ring is not short. `ready` came of [`begin`](Self::begin), and then of the turns
+    /// before `turns`, at whose first the ring is.
     #[inline(always)]
     pub(super) unsafe fn costly(
         &self,
@@ -291,6 +325,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     }
 
     /// The same of `OWN` N-tiles, or of any number.
+    ///
+    /// # Safety
+    /// As for [`costly`](Self::costly); `OWN` is the warp's N-tiles, or `ANY`.
     #[inline(always)]
     unsafe fn costly_of<const OWN: usize>(
         &self,
@@ -332,6 +369,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// The same of one N-tile, where a stage has the chunks of two turns: a stage at a time, so that there is less to
     /// ask, to find out and to release. `turns` begins with a stage.
+    ///
+    /// # Safety
+    /// As for [`costly`](Self::costly); the warp has one N-tile, and a stage two chunks.
     #[inline(always)]
     unsafe fn costly_stages(
         &self,
@@ -383,6 +423,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     }
 
     /// A turn of any number of such N-tiles, in one loop.
+    ///
+    /// # Safety
+    /// As for [`costly`](Self::costly), of the turn `here`, behind which comes `then`.
     #[inline(always)]
     unsafe fn costly_turn(
         &self,
@@ -414,6 +457,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
     /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly, and for
     /// short rings.
+    ///
+    /// # Safety
+    /// The part's turns before this one were taken, and nothing of this one was loaded.
     #[inline(always)]
     pub(super) unsafe fn turn(
         &self,

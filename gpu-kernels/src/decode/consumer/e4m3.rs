@@ -6,6 +6,12 @@
 //! lane adds those of an output from first to last. The two warpgroups take every other N-tile.
 //!
 //! How activations become codes, and where these lie, differs for [several rows](several_rows) and [one](one_row).
+//!
+//! # Safety
+//! `p` is the parameter block of a launch whose layers are in e4m3. All lanes of the consumers' two warpgroups call
+//! what is unsafe here, in the same order, since they synchronise; with `N` = 8 of a step of one row, and else of at
+//! most `N / 4`. `part` is a part of a matrix of a layer, not of the head. Scratch memory is the consumers' alone. The
+//! tensor core reads codes there that were written, fenced, and then met behind.
 
 mod one_row;
 mod several_rows;
@@ -88,6 +94,9 @@ struct Staged {
 
 impl Staged {
     /// The next turn's, of one row.
+    ///
+    /// # Safety
+    /// Another turn was staged behind this one, or nothing is read there.
     #[inline(always)]
     unsafe fn next(self) -> Self {
         // SAFETY: the caller's word.
@@ -119,6 +128,10 @@ struct Warpgroup<const N: u32> {
 }
 
 impl<const N: u32> Warpgroup<N> {
+    /// That of this thread.
+    ///
+    /// # Safety
+    /// `index` is a layer's matrix; the step has `count` rows, 1 if `N` is 8.
     #[inline(always)]
     unsafe fn new(p: &DecodeStep, index: u32, count: u32) -> Self {
         let thread = thread::opaque(thread::thread_idx_x());
@@ -150,6 +163,9 @@ impl<const N: u32> Warpgroup<N> {
 
     /// One of the weights' scales that a block's N-tiles have in a turn, of [`WEIGHT_SCALES`] a lane's; zero beyond the
     /// last group and N-tile.
+    ///
+    /// # Safety
+    /// `part` is of the warpgroup's matrix.
     #[inline(always)]
     unsafe fn weight_scale(&self, part: &Part, turn: u32) -> f32 {
         let i = self.lane;
@@ -164,6 +180,10 @@ impl<const N: u32> Warpgroup<N> {
 
     /// The products of a stage's chunk with a turn's columns: releases the stage, and leaves the inner sums where the
     /// warpgroup finds them.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it. The stage has, or will have, an N-tile of the warpgroup's, which is yet to
+    /// be multiplied; `columns` are its turn's codes, complete and fenced.
     #[inline(always)]
     unsafe fn multiply(&self, stage: &Ring, columns: Shared<u8>) {
         // SAFETY: the caller's word.
@@ -186,6 +206,10 @@ impl<const N: u32> Warpgroup<N> {
     }
 
     /// Those of four slices, and waits for them.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it. Both operands are complete in shared memory, and nobody writes them before
+    /// it returns.
     #[inline(always)]
     unsafe fn four_slices(weights: Cores, columns: Cores) {
         // SAFETY: the caller's word.
@@ -204,6 +228,10 @@ impl<const N: u32> Warpgroup<N> {
     }
 
     /// Leaves the inner sums of this warp's slice of the four from `first` on.
+    ///
+    /// # Safety
+    /// The accumulators have the products of the four slices from `first`, 0 or 4, on. All lanes of the warpgroup have
+    /// [added](Self::added) what lay there.
     #[inline(always)]
     unsafe fn put_inner_sums(&self, first: u32) {
         let (warp_id, g, t) = (self.lane / 32, self.lane % 32 / 4, self.lane % 4);
@@ -234,6 +262,10 @@ impl<const N: u32> Warpgroup<N> {
 
     /// A lane's outputs, of its row and the eighth after it, with a chunk's inner sums added, by the scales of the turn
     /// and the N-tile.
+    ///
+    /// # Safety
+    /// All inner sums of the N-tile's chunk are there, and the warpgroup has synchronised since. `n_tile` is below the
+    /// block's.
     #[inline(always)]
     unsafe fn added(&self, staged: &Staged, n_tile: u32, mut totals: [f32; 2]) -> [f32; 2] {
         let lane = self.lane;
@@ -258,6 +290,11 @@ impl<const N: u32> Warpgroup<N> {
 
     /// The chunks of so many turns, which are in the ring's next stages, for all of the warpgroup's N-tiles. A lane has
     /// the outputs of each.
+    ///
+    /// # Safety
+    /// All lanes of the warpgroup call it. `staged` has the first of the turns, which others follow if the step has one
+    /// row; all consumers have met since it was written. The ring is where the first turn's chunks begin, of which a
+    /// turn has `mine`.
     #[inline(always)]
     unsafe fn turns(
         &self,
@@ -296,6 +333,9 @@ impl<const N: u32> Warpgroup<N> {
 
     /// Adds what all left to the first outputs, and brings those of the next of `own` N-tiles to the front: after all
     /// of them each is where it was.
+    ///
+    /// # Safety
+    /// As for [`added`](Self::added), but that the warpgroup synchronises here. `own` is how many N-tiles it has.
     #[inline(always)]
     unsafe fn add(&self, staged: &Staged, n_tile: u32, own: u32, totals: &mut [[f32; 2]; OWN]) {
         self.sync();

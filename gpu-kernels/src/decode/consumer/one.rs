@@ -1,4 +1,11 @@
 //! Products of a step of one row, whose input comes as [words](crate::exchange).
+//!
+//! # Safety
+//! `p` is the parameter block of a step of one row. All lanes of the eight consumer warps call what is unsafe here, in
+//! the same order, since they synchronise; [`factors`] is for one other warp of the block, which meets them once for
+//! each norm. Scratch memory is free when a product begins, and the consumers meet before they write what others may
+//! still read there. Words are those of the step: all that it waits for, blocks put that run beside this one, or a
+//! launch before.
 
 use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
@@ -47,6 +54,9 @@ impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     }
 
     /// Puts the words of a warp's slices, from the first turn on, where its split-K partial's warps find them.
+    ///
+    /// # Safety
+    /// Both warps of the split-K partial call it, and have read what they staged before.
     #[inline(always)]
     unsafe fn stage<const N: usize>(&self, words: &[Word; N]) {
         // SAFETY: the caller's word.
@@ -61,6 +71,10 @@ impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
 
     /// Where in shared memory a lane finds its part of the slices that the split-K partial's two warps staged, from the
     /// first turn on.
+    ///
+    /// # Safety
+    /// Read it once both warps of the split-K partial have [staged](Self::stage) their words, for turns that these are
+    /// of.
     #[inline(always)]
     unsafe fn staged(&self) -> Shared<u32> {
         // SAFETY: the caller's word.
@@ -68,6 +82,10 @@ impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     }
 
     /// The products of `OWN` N-tiles, whose `chunks` chunks' weights are in registers, with the input from `from` on.
+    ///
+    /// # Safety
+    /// The warp holds the weights of `chunks` chunks, turn by turn of `OWN` N-tiles each; `from` is
+    /// [where](Self::staged) the input of the first turn is.
     #[inline(always)]
     unsafe fn held<const OWN: usize>(
         acc: &mut [[f32; 4]; N_TILES as usize],
@@ -92,6 +110,9 @@ impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
 }
 
 /// A lane's fragments of a turn's input, of which `from` is where its part of the first slice lies.
+///
+/// # Safety
+/// Both warps of the split-K partial have staged the turn, whose part for this lane is at `from`.
 #[inline(always)]
 unsafe fn columns(from: Shared<u32>) -> Columns {
     // Half a chunk on is what the split-K partial's other warp staged.
@@ -102,6 +123,9 @@ unsafe fn columns(from: Shared<u32>) -> Columns {
 
 /// Where who finds a norm's factor hears that it is wanted: earlier it would only slow down those who have yet to put
 /// out what it is made of.
+///
+/// # Safety
+/// It is used once the block has synchronised, which makes the barrier.
 #[inline(always)]
 unsafe fn wanted() -> Barrier {
     // SAFETY: the block's place for it.
@@ -109,6 +133,10 @@ unsafe fn wanted() -> Barrier {
 }
 
 /// Wants the factor of a norm.
+///
+/// # Safety
+/// All consumers call it, once for each norm, and [meet](sync_with_factor) the warp that finds the factor before they
+/// do so again.
 #[inline(always)]
 pub(super) unsafe fn want_factor() {
     if thread::opaque(thread::thread_idx_x()) == 0 {
@@ -119,6 +147,10 @@ pub(super) unsafe fn want_factor() {
 
 /// What another warp of the block does for the products of one row: it finds the factor of each norm, of a step with
 /// this first sequence flag.
+///
+/// # Safety
+/// All lanes of one warp beside the consumers call it, once, when the block has synchronised. `flag` is the
+/// [first](crate::exchange::Exchange::first_flag) of the step.
 #[inline(always)]
 pub unsafe fn factors(p: &DecodeStep, flag: u32) {
     // SAFETY: the caller's word.
@@ -142,6 +174,9 @@ pub unsafe fn factors(p: &DecodeStep, flag: u32) {
 }
 
 /// The factor of a norm with these sums of squares, found by a warp.
+///
+/// # Safety
+/// All lanes of a warp call it. `squares` are the words of a row's squares, which are put in this step.
 #[inline(always)]
 unsafe fn factor(p: &DecodeStep, squares: &Words, lane: u32) -> f32 {
     // SAFETY: the caller's word.
@@ -173,6 +208,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// [`gemm`](Self::gemm) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
     /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
     /// fragments. What does not need them is done while they come.
+    ///
+    /// # Safety
+    /// As for [`of_one`](super::Products::of_one).
     #[inline(always)]
     pub(super) unsafe fn gemm_of_one<F: FragmentFormat>(&mut self, mut part: Part) {
         // SAFETY: the caller's word.
@@ -299,6 +337,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// What a block does that has no part in a GEMM.
+    ///
+    /// # Safety
+    /// The block has no part in the wave, whose input `input` is.
     #[inline(always)]
     pub(super) unsafe fn pass_by(&self, input: &Words, normed: bool) {
         // SAFETY: the caller's word.
@@ -313,6 +354,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Adds `PARTIALS` sums of each output of a part, `[n_tile][partial][feature]`, and puts them where they belong.
+    ///
+    /// # Safety
+    /// `partial` has all sums of the part, and the consumers have met since: with the warp that finds the factor, where
+    /// the matrix's input has a norm. `output` and `old` are this lane's [first](Self::first_of_one).
     #[inline(always)]
     pub(super) unsafe fn put_sums_of_one<const PARTIALS: usize>(
         &self,

@@ -1,4 +1,10 @@
 //! The epilogues of the decode kernel's GEMMs.
+//!
+//! # Safety
+//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, and neighbouring lanes
+//! with neighbouring outputs of the same part: those of an N-tile exchange what they have. Each output is one lane's in
+//! the whole grid. What it is added to, others have written and shown before, and nobody but that lane writes it in
+//! this matrix.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{bf16, math, shared, thread, warp};
@@ -119,6 +125,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// Puts out an element of the residual, as [`Residual::put`](crate::norm::Residual::put) does, in words: `stage`
     /// matrices have done so, or begun to.
+    ///
+    /// # Safety
+    /// `element` is the lane's number modulo 16, plus a multiple of 16, also where it is not `valid`. If it is, it is
+    /// below the hidden size, and no other lane puts it for this `stage`.
     #[inline(always)]
     pub(super) unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
         // SAFETY: the caller's word.
@@ -141,6 +151,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Puts one output where it belongs; `up` is the sum of the up feature beside a gate's.
+    ///
+    /// # Safety
+    /// `sum` is complete, and `up` gives that of the output's partner. The factors of the part's rows are in shared
+    /// memory, and the consumers have met since. `old` is the output's [addend](Self::addend).
     #[inline(always)]
     pub(super) unsafe fn put<const ONE: bool>(
         &self,

@@ -1,4 +1,9 @@
 //! Products of a step of several rows, whose input is in memory.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, of a step of 1 to `TILES` times 8 rows. All lanes of the eight consumer warps
+//! call what is unsafe here, in the same order, since they synchronise. All blocks have written the matrix's input, and
+//! shown it. Scratch memory is free when a product begins, and when it ends.
 
 use cuda_std::{shared, thread};
 
@@ -20,6 +25,9 @@ pub(super) const fn slot(row: u32, feature: u32) -> u32 {
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
     /// of them are added to.
+    ///
+    /// # Safety
+    /// As for [`of_some`](super::Products::of_some).
     #[inline(always)]
     pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.
@@ -104,6 +112,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Puts a warp's rows' norm factors where all find them after the next barrier.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, whose number is below the step's rows. `squares` are a lane's of the rows
+    /// `warp_id + 8 T`. Nobody reads the factors of the matrix before any more, and all meet before these are read.
     #[inline(always)]
     pub(super) unsafe fn put_factors<const TILES: usize>(
         &self,
@@ -124,6 +136,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Adds the split-K partials' sums, and puts them where they belong.
+    ///
+    /// # Safety
+    /// `acc` has the warp's sums of the part; `ahead` are the part's [first addends](Self::first_addends).
     #[inline(always)]
     unsafe fn epilogue<F: FragmentFormat, const TILES: usize>(
         &self,
@@ -164,6 +179,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// Adds `PARTIALS` sums of each output, whose rows and features lie in [`slot`]s of so many words, and puts them
     /// where they belong.
+    ///
+    /// # Safety
+    /// What the warp has of the part's sums is in scratch memory: `PARTIALS` for each output, so many words apart. All
+    /// eight warps call it, and meet first.
     #[inline(always)]
     pub(super) unsafe fn put_sums<const PARTIALS: usize>(
         &self,

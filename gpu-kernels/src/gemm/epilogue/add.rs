@@ -8,6 +8,12 @@
 //! of two units is there at once, that of the others is loaded into the registers of sums that were put away.
 //!
 //! A unit's features are a [group](e4m3::GROUP): where the next GEMM multiplies codes, its rows become codes at once.
+//!
+//! # Safety
+//! As for [all epilogues](super): `p` is the launch's parameter block, and its residual stream has room for whole tiles
+//! of rows, with [`spans`](crate::norm::Residual::spans). Whole warps call these functions, each for its own 16 rows of
+//! the tile, which nobody else reads or writes meanwhile. A unit is of the tile. The warp's part of shared memory holds
+//! the unit that is added, and neither totals nor boxes.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{thread, warp, wgmma};
@@ -88,6 +94,10 @@ impl Unit {
 
     /// Adds row `i` of the unit in shared memory to `x`: the lane's sum of squares, and what the norm that comes next
     /// reads of it. That is written here unless it will be `IN_CODES`.
+    ///
+    /// # Safety
+    /// `i` is below [`UNIT_ROWS`]. `from` is the lane's first chunk in the warp's part of shared memory, where the
+    /// whole unit [was put](put); `x` and `norm` are of the row.
     #[inline(always)]
     unsafe fn add_row<const IN_CODES: bool>(
         self,
@@ -128,6 +138,9 @@ const fn permutation(row: u32) -> u32 {
     row % 2 * 64
 }
 
+/// # Safety
+/// The lanes have passed a barrier of the warp since one read what lies there. `n` is the number of weight rows that
+/// the tile is multiplied by, 128 or 256.
 #[inline(always)]
 unsafe fn put(n: u32, sums: Sums) {
     let (line, pair) = (place_in_block().0 / 4, place_in_block().0 % 4);
@@ -201,6 +214,9 @@ impl<const IN_CODES: bool> Epilogue for AddTo<IN_CODES> {
 }
 
 /// Adds all units, of which the residual stream of the first two is there with tiles of 128 features.
+///
+/// # Safety
+/// The accumulators hold the tile's sums, and no MMAs are under way. `N` is 128 or 256.
 #[inline(always)]
 #[allow(unused_assignments, reason = "every unit but the last two loads for another")]
 unsafe fn finish_all<const N: u32, const IN_CODES: bool>(
@@ -243,6 +259,10 @@ unsafe fn finish_all<const N: u32, const IN_CODES: bool>(
 
 /// Adds the first unit, and all others beside the GEMMs of the `next` tile: the second waits in shared memory, those of
 /// the second span in registers.
+///
+/// # Safety
+/// The accumulators hold the sums of a tile of 256 features, and no MMAs are under way. The whole warpgroup calls it:
+/// `next` needs it.
 #[inline(always)]
 unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut impl Next) {
     // SAFETY: the caller's word.
@@ -287,6 +307,9 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
 
 /// Adds the unit in shared memory to `x`; calls `load` after the first rows waited for what was loaded before: the
 /// assembler counts loads with one counter, and else would wait for those as well.
+///
+/// # Safety
+/// The unit [was put](put), for the same `n`; `x` and `norm` are what `p` has of it. What `load` reads is there.
 #[inline(always)]
 unsafe fn add_unit<const IN_CODES: bool>(
     p: &Gemm,
@@ -328,6 +351,10 @@ unsafe fn add_unit<const IN_CODES: bool>(
 }
 
 /// Writes what the norm that comes next reads of a unit: as codes, or as it is where the launch wants none.
+///
+/// # Safety
+/// `scaled` are the lane's parts of the unit's rows. [`codes`](Gemm::codes) is null, or has room for whole tiles of
+/// rows.
 #[inline(always)]
 unsafe fn put_codes(p: &Gemm, unit: Unit, scaled: [[u32; 2]; 8]) {
     // SAFETY: the caller's word.

@@ -1,4 +1,8 @@
 //! Biases of GEMMs, added to the sums before anything else becomes of them.
+//!
+//! # Safety
+//! As for [all epilogues](super), before any of the sums is used: the accumulators hold `N` columns of the half, and no
+//! MMAs are under way.
 
 use cuda_std::{math, thread, wgmma};
 

@@ -2,6 +2,11 @@
 //!
 //! A [group](e4m3::GROUP) is two tiles' features. A block takes both tiles, one after the other, and a lane keeps its
 //! part of the first one's activations in shared memory.
+//!
+//! # Safety
+//! As for [all epilogues](super). A block takes the two tiles of a group one after the other, with nothing between them
+//! that writes to the half's staging memory; there is room for codes and scales of whole tiles of rows. The four lanes
+//! of a row call [`put`] together, with their parts of the group's two tiles, the second of which is the half's.
 
 use cuda_std::shared::Shared;
 use cuda_std::{thread, warp, wgmma};

@@ -1,5 +1,10 @@
 //! The epilogue of the projections of queries, keys and values: heads are normed, turned and put where attention reads
 //! them.
+//!
+//! # Safety
+//! As for [all epilogues](super). Rows below [`m`](Gemm::m), which is not 0, have positions within the tables of
+//! cosines and sines, and pages in the cache that nobody else writes there. Whole warps call these functions, each with
+//! 16 rows of a head in its own part of the half's staging memory.
 
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp, wgmma};
@@ -23,6 +28,9 @@ pub struct HeadsAhead {
 }
 
 /// Cosines and sines at `position` of the lane's dimensions, `8 j + 2 pair` and the next.
+///
+/// # Safety
+/// The tables have this position.
 #[inline(always)]
 unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
     // SAFETY: the caller's word.
@@ -105,6 +113,10 @@ macro_rules! scale_values {
 
 /// Puts a head into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by
 /// their numbers.
+///
+/// # Safety
+/// From byte `to` on is the warp's part of shared memory, [`ROW_BYTES`] times 16, which none of its lanes reads any
+/// more.
 #[inline(always)]
 unsafe fn put_rows(to: u32, words: HeadWords) {
     let (lane, _) = place_in_group();
@@ -124,6 +136,10 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
 
 /// Stores eight of a warp's rows of a head from shared memory at `from`, where [`put_rows`] left them: the rows from
 /// `first` on. Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
+///
+/// # Safety
+/// The warp's lanes have put their rows at `from`, and met. `head` is one of the GEMM's, and `page` and `position` are
+/// of a row that is there.
 #[inline(always)]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
     // SAFETY: the caller's word.

@@ -1,4 +1,8 @@
 //! As the batched decode kernels read them.
+//!
+//! # Safety
+//! What is unsafe here asks what [`BatchedFormat`] says; a stage is a box of [`Lossless::stages`]. It is unpacked in
+//! place, and so loaded once.
 
 use cuda_std::shared::Shared;
 use cuda_std::thread;

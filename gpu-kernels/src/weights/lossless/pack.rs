@@ -1,4 +1,8 @@
 //! Packing a matrix of the plain stream, and unpacking it into one.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, and the grid is as that says. A whole warp calls what is unsafe here, for an
+//! N-tile and a split-K partial that nobody else takes.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, warp};
@@ -57,6 +61,10 @@ fn halved(word: u32) -> u32 {
 
 impl Tile {
     /// The tile of an N-tile of those that lie together, of a split-K partial.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it. The stream has the chunk of 8 N-tiles, and nobody writes it during the launch;
+    /// `k_partial` is below [`K_PARTIALS`], `n_tile` below [`TOGETHER`].
     #[inline(always)]
     unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32) -> Self {
         // SAFETY: the caller's word.
@@ -189,6 +197,9 @@ pub struct Pack {
 
 impl Pack {
     /// Whether the matrix is stored doubled: where fewer tiles cannot be packed, or they have fewer escapes.
+    ///
+    /// # Safety
+    /// [`count_escapes`] has counted, in a launch before.
     #[inline(always)]
     unsafe fn doubles(&self) -> bool {
         // SAFETY: the caller's word.

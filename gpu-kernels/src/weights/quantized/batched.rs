@@ -1,4 +1,7 @@
 //! As the batched decode kernels read them.
+//!
+//! # Safety
+//! What is unsafe here asks what [`BatchedFormat`] says; a stage is a box of [`stages`](super::stages).
 
 use cuda_std::shared::Shared;
 use cuda_std::thread;

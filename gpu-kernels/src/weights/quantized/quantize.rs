@@ -1,4 +1,8 @@
 //! The kernels that make codes of weights, and weights of codes.
+//!
+//! # Safety
+//! `p` is a launch's parameter block, and memory, grid and threads are as that and the kernel say. Nobody else writes
+//! the codes or the stream that are made.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
@@ -29,6 +33,9 @@ pub struct Quantize {
 
 /// Finds the codes of weights, by the scales that made them. A code is the quotient to the nearest: a weight is its
 /// code's value but for 2^-9 of it.
+///
+/// # Safety
+/// All threads of a block of 128 call it: a warp has a split-K partial.
 #[inline(always)]
 unsafe fn quantize<C: Code>(p: &Quantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -116,6 +123,9 @@ pub struct Dequantize {
 }
 
 /// Makes the weights that codes mean.
+///
+/// # Safety
+/// All threads of a block of 256 call it: a warp has an N-tile.
 #[inline(always)]
 unsafe fn dequantize<C: Code>(p: &Dequantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -5,6 +5,9 @@
 //! ```
 //!
 //! The columns of slices 4 to 7 begin 64 bytes further than those of 0 to 3; what lies beyond is not wanted.
+//!
+//! # Safety
+//! The same as for [both](super). The step has one row.
 
 use cuda_std::{bulk, shared, thread, warp};
 
@@ -38,6 +41,9 @@ pub const SECOND: u32 = SLICES / 2 * 16;
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
+    ///
+    /// # Safety
+    /// As for [`of_one`](crate::decode::Products::of_one).
     #[inline(always)]
     pub unsafe fn e4m3_of_one(&mut self, mut part: Part) {
         // SAFETY: the caller's word.
@@ -126,6 +132,10 @@ const fn place(i: usize) -> u32 {
 }
 
 /// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.
+///
+/// # Safety
+/// All eight consumer warps call it, for the same turns. Nobody reads any more what lay in `staged`, and all fence and
+/// meet before it is read. `words` are complete.
 #[inline(always)]
 unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
     if warp_id == 0 && lane < SECOND / 4 {

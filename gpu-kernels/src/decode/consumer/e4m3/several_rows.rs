@@ -3,6 +3,9 @@
 //! ```text
 //! [slices 0 to 3, then 4 to 7][pair of rows][16 bytes of a slice][row of the pair][slice of four][byte]
 //! ```
+//!
+//! # Safety
+//! The same as for [both](super). The step has several rows, at most `TILES` times 8.
 
 use cuda_std::{Global, bf16, bulk, shared, thread, warp};
 
@@ -32,6 +35,10 @@ type Codes = ([[u32; 4]; 4], f32);
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Makes codes of all rows' activations, `[count, k]`, spread over the grid: a warp takes four groups of a row at a
     /// time. Groups beyond `k` in the last chunk are zeros.
+    ///
+    /// # Safety
+    /// `x` has the rows, of `k` elements each, a multiple of 16, and all blocks have shown what they wrote there.
+    /// Nobody multiplies by the codes of the matrix before any more.
     #[inline(always)]
     unsafe fn encode_rows(&self, x: Global<bf16>, k: u32) {
         let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
@@ -74,6 +81,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// This lane's codes of a chunk; zeros of rows and chunks that are not there.
+    ///
+    /// # Safety
+    /// All blocks have shown the codes of the matrix's input, which are `chunks` chunks.
     #[inline(always)]
     unsafe fn fetch(&self, chunk: u32, chunks: u32) -> Codes {
         let thread = thread::opaque(thread::thread_idx_x());
@@ -103,6 +113,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Puts them where the block's consumers find them.
+    ///
+    /// # Safety
+    /// All consumers have met since the codes before were multiplied, and since scratch memory was read; they fence and
+    /// meet again before these are read. `is_first` with the first codes since something else lay there.
     #[inline(always)]
     unsafe fn stage_codes(&self, (codes, scale): &Codes, is_first: bool) {
         let thread = thread::opaque(thread::thread_idx_x());
@@ -124,6 +138,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
 
     /// A GEMM of up to `TILES` times 8 rows, over all its waves, of which `part` is the first, and what becomes of its
     /// outputs; `old` is what the first of them are added to. `N` is four times as many columns.
+    ///
+    /// # Safety
+    /// As for [`of_some`](crate::decode::Products::of_some).
     #[inline(always)]
     pub unsafe fn e4m3_of_some<const TILES: usize, const N: u32>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.

@@ -1,7 +1,7 @@
 //! How fast weights of each format become bf16, on one thread: a gate of Qwen3-8B's shape, read as a device reads it,
 //! in pieces of 2 MiB.
 //!
-//!     cargo run --release --package model --example format_speed
+//!     cargo run --release --package benches --example format_speed
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Times the CPU forward pass: `cargo run --release -p model --example cpu_speed -- [MODEL] [TOKENS]`.
+//! Times the CPU forward pass: `cargo run --release --package benches --example cpu_speed -- [MODEL] [TOKENS]`.
 //!
 //! Prints tokens per second of a prompt in one call, of decoding one token at a time, and of steps of two, four and
 //! eight tokens.

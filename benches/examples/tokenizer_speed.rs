@@ -1,5 +1,5 @@
 //! Times the reading of a tokenizer:
-//! `cargo run --release -p model --example tokenizer_speed -- TOKENIZER.JSON [TIMES]`.
+//! `cargo run --release --package benches --example tokenizer_speed -- TOKENIZER.JSON [TIMES]`.
 
 use std::path::PathBuf;
 use std::time::Instant;
