@@ -1,4 +1,7 @@
 //! Kernels that differ in what they run alone.
+//!
+//! # Safety
+//! A kernel requires what its parameter block says.
 
 /// Kernels of one parameter block, each with its documentation, its name, and the function that it runs.
 macro_rules! entry_points {

@@ -250,10 +250,8 @@ proptest! {
     }
 }
 
-/// A tile whose rows end in different splits: the earlier rows are finished by the first, and the second leaves them
-/// alone.
-/// Each wait of the kernel for prompts, left out: of keys and values that are not there yet, and of stages that are still
-/// read.
+/// Each wait of the kernel for prompts, left out: for keys and values that are not there yet, and for stages that are
+/// still read.
 #[test]
 fn a_missing_wait_is_found() {
     let mut random = Random::new(1);
@@ -272,6 +270,8 @@ fn a_missing_wait_is_found() {
     }
 }
 
+/// A tile whose rows end in different splits: the earlier rows are finished by the first, and the second leaves them
+/// alone.
 #[test]
 fn rows_of_a_tile_may_end_in_different_splits() {
     let mut random = Random::new(4);

@@ -173,7 +173,7 @@ struct Memory {
     packed_bytes: Option<u64>,
     /// The same as bf16.
     packed_from_bytes: Option<u64>,
-    /// Bytes of all weights where packed ones are all that is kept of the matrices: from Hopper on, if memory is scarce.
+    /// Bytes of all weights where packed ones are all that is kept of matrices: from Hopper on, if memory is scarce.
     packed_alone_bytes: Option<u64>,
     kv_bytes_per_token: usize,
     working_bytes: u64,

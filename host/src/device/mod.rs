@@ -127,8 +127,8 @@ impl Device {
         Self(Arc::new(DeviceKind::Emulator(emulated::Emulator::new(seed, options.clone()))))
     }
 
-    /// Has the emulator's launches of `K` leave out this wait, as if the kernel lacked it: for tests that its absence is
-    /// found. A card waits all the same.
+    /// Has the emulator's launches of `K` leave out this wait, as if the kernel lacked it: for tests that its absence
+    /// is found. A card waits all the same.
     pub fn leave_out<K: Kernel>(&self, wait: MissingWait) {
         if let DeviceKind::Emulator(emulator) = &*self.0 {
             emulator.leave_out(K::NAME, wait);
