@@ -33,7 +33,7 @@ fn a_library_that_is_not_built_for_tests_has_none() {
 }
 
 /// The lint asks exported functions alone for their contract. Of the others each has one of its own, or its module has
-/// one for all of them; a kernel's is its parameter block's.
+/// one for all of them; a kernel's is its parameter block's, and a trait's method has the trait's.
 #[test]
 fn unsafe_functions_of_kernels_have_a_contract() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../gpu-kernels/src");
@@ -41,15 +41,17 @@ fn unsafe_functions_of_kernels_have_a_contract() {
     for source in sources(&root) {
         let text = fs::read_to_string(&source).unwrap();
         let of_module = text.lines().any(|line| line == "//! # Safety");
-        let mut above: Vec<&str> = Vec::new();
-        for line in text.lines().map(str::trim_start) {
+        let (mut above, mut of_trait): (Vec<&str>, _) = (Vec::new(), false);
+        for whole in text.lines() {
+            let line = whole.trim_start();
             if line.starts_with("///") || line.starts_with("#[") || line.starts_with("//") {
                 above.push(line);
                 continue;
             }
+            of_trait = if line.starts_with("impl") { line.contains(" for ") } else { of_trait && whole != "}" };
             let name = line.split_once("unsafe fn ").map(|(_, rest)| rest);
             let is_kernel = above.iter().any(|line| line.starts_with("#[kernel"));
-            if let Some(name) = name.filter(|_| !is_kernel) {
+            if let Some(name) = name.filter(|_| !is_kernel && !of_trait) {
                 let has_own = above.contains(&"/// # Safety");
                 assert!(of_module || has_own, "{}: {name} needs a `# Safety`", source.display());
                 found += 1;
