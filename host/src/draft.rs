@@ -80,11 +80,25 @@ impl DraftCheckpoint {
         })
     }
 
-    /// The share of a pass of `model` over one row that a pass of it takes, as [`pass_share`] has it.
-    pub(crate) fn pass_cost(&self, model: &Config, layer_bytes: u64) -> u32 {
+    /// Tokens that it can propose to `model`.
+    pub(crate) fn vocab_size(&self, model: &Config) -> usize {
         match self {
-            Self::Model(draft) => pass_cost(model, &draft.config, layer_bytes),
-            Self::Eagle3(head) => pass_share(model, 2 * head.pass_parameters() as u64 + layer_bytes, layer_bytes),
+            Self::Model(draft) => draft.config.vocab_size.min(model.vocab_size),
+            // Of those it knows some, by numbers of its own.
+            Self::Eagle3(_) => model.vocab_size,
+        }
+    }
+
+    /// Whether it drafts from the model's hidden states.
+    pub(crate) const fn is_head(&self) -> bool {
+        matches!(self, Self::Eagle3(_))
+    }
+
+    /// Bytes that could be read while a pass of it over one row runs, as [`pass_bytes`] has them.
+    pub(crate) fn pass_bytes(&self, layer_bytes: u64) -> u64 {
+        match self {
+            Self::Model(draft) => pass_bytes(&draft.config, layer_bytes),
+            Self::Eagle3(head) => 2 * head.pass_parameters() as u64 + layer_bytes,
         }
     }
 }
@@ -345,19 +359,13 @@ fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error>
     Err(Error::DraftVocabulary { id, model: name(model), draft: name(draft) })
 }
 
-/// The share of a pass of `model` over one row that a pass of `draft` takes, where a layer takes as long as reading
-/// `layer_bytes` would, beside reading its weights.
-pub(crate) fn pass_cost(model: &Config, draft: &Config, layer_bytes: u64) -> u32 {
-    pass_share(model, pass_bytes(draft, layer_bytes), layer_bytes)
-}
-
 /// Bytes that could be read while a pass of a model over one row runs, where a layer takes as long as `layer_bytes`
 /// beside its weights.
 pub(crate) fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
     config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes
 }
 
-/// The share of such a pass of `model` that one takes which is as long as reading so many `bytes`.
+/// The share of such a pass of `model` that another takes, during which so many `bytes` could be read.
 pub(crate) fn pass_share(model: &Config, bytes: u64, layer_bytes: u64) -> u32 {
     let share = u128::from(bytes) * u128::from(drafting::ONE) / u128::from(pass_bytes(model, layer_bytes).max(1));
     // A draft model that takes much longer is never worth it, however long.
@@ -396,14 +404,15 @@ mod tests {
     use gpu_kernels::drafting::ONE;
     use model::Config;
 
-    use super::pass_cost;
+    use super::{pass_bytes, pass_share};
 
     #[test]
     fn a_pass_costs_what_its_weights_and_layers_take() {
         let [small, large] = ["0.6B", "8B"].map(|name| Config::published(name).unwrap());
-        assert_eq!(pass_cost(&large, &large, 1 << 25), ONE);
-        let (weights, with_layers) = (pass_cost(&large, &small, 0), pass_cost(&large, &small, 1 << 25));
+        let cost = |model, draft, layer| pass_share(model, pass_bytes(draft, layer), layer);
+        assert_eq!(cost(&large, &large, 1 << 25), ONE);
+        let (weights, with_layers) = (cost(&large, &small, 0), cost(&large, &small, 1 << 25));
         assert!(weights > ONE / 15 && with_layers > weights && with_layers < ONE / 7, "{weights}, {with_layers}");
-        assert!(pass_cost(&small, &large, 0) > 10 * ONE);
+        assert!(cost(&small, &large, 0) > 10 * ONE);
     }
 }

@@ -20,7 +20,7 @@ use super::{Backoff, Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
-use crate::draft::{Draft, ModelDraft, pass_cost, pass_share};
+use crate::draft::{Draft, ModelDraft, pass_bytes, pass_share};
 use crate::forward::{Begin, Capacity, Forward, HeadWeights, Pass, RowOutput, RowsOf};
 use crate::gpu::RING;
 use crate::prefill::Prefill;
@@ -129,14 +129,13 @@ impl ModelDrafter {
     /// # Errors
     /// Too little memory, or a driver error.
     pub(crate) fn new(passes: Passes, config: &Config) -> Result<Self, Error> {
-        let (forward, targets, pass) = match passes {
+        let (forward, targets, bytes) = match passes {
             Passes::Model(forward) => {
-                let pass = pass_cost(config, forward.config(), DRAFT_LAYER_BYTES);
-                (forward, None, pass)
+                let bytes = pass_bytes(forward.config(), DRAFT_LAYER_BYTES);
+                (forward, None, bytes)
             }
             Passes::Head(Head { forward, targets, parameters }) => {
-                let pass = pass_share(config, 2 * parameters as u64 + DRAFT_LAYER_BYTES, DRAFT_LAYER_BYTES);
-                (forward, Some(targets), pass)
+                (forward, Some(targets), 2 * parameters as u64 + DRAFT_LAYER_BYTES)
             }
         };
         let device = forward.device().clone();
@@ -153,7 +152,7 @@ impl ModelDrafter {
             guess: device.zeroed(MAX_DECODE_ROWS as usize)?,
             guess_rows: device.zeroed(1)?,
             vocab: config.vocab_size as u32,
-            pass,
+            pass: pass_share(config, bytes, DRAFT_LAYER_BYTES),
             draft: ModelDraft::default(),
             passes: 1,
             proposed: 0,

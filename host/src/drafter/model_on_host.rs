@@ -11,7 +11,7 @@ use super::{Drafter, OnHost, Proposal, Text};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step};
 use crate::cpu;
-use crate::draft::{Draft, DraftCheckpoint, ModelDraft};
+use crate::draft::{Draft, DraftCheckpoint, ModelDraft, pass_share};
 
 /// A draft model or a head on the CPU.
 pub(crate) struct ModelOnHost {
@@ -38,7 +38,7 @@ impl ModelOnHost {
         };
         Ok(Self {
             passes,
-            pass: draft.pass_cost(&model.config, 0),
+            pass: pass_share(&model.config, draft.pass_bytes(0), 0),
             draft: ModelDraft::default(),
             acceptance: [drafting::UNTRIED; 2],
             chain: Vec::new(),

@@ -7,7 +7,7 @@ use super::{Between, Drafter, OnDevice};
 use crate::Error;
 use crate::backend::{Sequence, Step};
 use crate::device::{Buffer, Device};
-use crate::draft::{Draft, NgramDraft};
+use crate::draft::NgramDraft;
 use crate::tuning;
 
 /// Tokens that are proposed position by position, and [`Device::launch`] of the kernel that proposes them.
@@ -31,11 +31,7 @@ impl ScriptDrafter {
 
 impl Drafter<OnDevice> for ScriptDrafter {
     fn begin(&mut self, sequence: &Sequence<'_>) -> Result<(), Error> {
-        let draft = match sequence.draft {
-            Some(Draft::Ngram(draft)) => draft,
-            Some(Draft::Model(draft)) => draft.match_settings(),
-            None => NgramDraft::default(),
-        };
+        let draft = sequence.draft.map_or_else(NgramDraft::default, |draft| draft.match_settings());
         self.most = draft.tokens;
         self.max_length = sequence.max_length as u32;
         self.cost = draft.cost(tuning::DRAFT_COST);

@@ -27,7 +27,7 @@ use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Start};
 use crate::batch::plan::{Page, Plan, Slot, Started, TableEntry, Work};
 use crate::batch::running::Running;
-use crate::draft::{DraftCheckpoint, ModelDraft, learned, pass_bytes, pass_share};
+use crate::draft::{DraftCheckpoint, ModelDraft, learned, pass_share};
 use crate::drafter::Backoff;
 
 /// Steps without a pass, where none is worth it, before one comes all the same.
@@ -126,20 +126,16 @@ impl ModelDrafter {
     ) -> Self {
         let limits = backend.limits();
         // Several rows pass a grid barrier behind each matrix.
-        let of_layer = 2 * layer_bytes;
-        let (vocab, bytes, is_head) = match draft {
-            DraftCheckpoint::Model(draft) => (draft.config.vocab_size, pass_bytes(&draft.config, of_layer), false),
-            DraftCheckpoint::Eagle3(head) => (config.vocab_size, 2 * head.pass_parameters() as u64 + of_layer, true),
-        };
+        let bytes = draft.pass_bytes(2 * layer_bytes);
         Self {
-            states: is_head.then(HashMap::new),
+            states: draft.is_head().then(HashMap::new),
             free_slots: (0..limits.sequences).rev().collect(),
             free_pages: (0..limits.pages).rev().collect(),
             followers: HashMap::new(),
             usual: drafting::UNTRIED,
             rest: 0,
             rests: Backoff::new(REST, MOST_REST),
-            vocab: config.vocab_size.min(vocab) as u32,
+            vocab: draft.vocab_size(config) as u32,
             pass: pass_share(config, bytes, layer_bytes),
             backend,
         }
