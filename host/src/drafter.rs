@@ -82,8 +82,8 @@ impl Place for OnHost {
 /// On a device, in its queue.
 pub struct OnDevice;
 
-/// What stands between two steps on a device: whoever drafts enqueues [`accept`](Self::accept), its own launches, and
-/// [`plan`](Self::plan).
+/// What stands between two steps on a device: a drafter enqueues [acceptance](Self::enqueue_accept), its own launches,
+/// and [the plan](Self::enqueue_plan).
 #[derive(Clone, Copy)]
 pub struct Between<'a> {
     /// The model.
