@@ -98,7 +98,7 @@ impl DraftCheckpoint {
     pub(crate) fn pass_bytes(&self, layer_bytes: u64) -> u64 {
         match self {
             Self::Model(draft) => pass_bytes(&draft.config, layer_bytes),
-            Self::Eagle3(head) => 2 * head.pass_parameters() as u64 + layer_bytes,
+            Self::Eagle3(head) => head_pass_bytes(head.pass_parameters(), layer_bytes),
         }
     }
 }
@@ -363,6 +363,11 @@ fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error>
 /// beside its weights.
 pub(crate) fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
     config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes
+}
+
+/// The same of a head, which is one layer, by the parameters that a pass reads.
+pub(crate) const fn head_pass_bytes(parameters: usize, layer_bytes: u64) -> u64 {
+    2 * parameters as u64 + layer_bytes
 }
 
 /// The share of such a pass of `model` that another takes, during which so many `bytes` could be read.

@@ -26,7 +26,6 @@ mod uses;
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use gpu_kernels::attention::Attend;
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::step::NO_TOKEN;
 use half::bf16;
@@ -157,11 +156,10 @@ impl GpuBatch {
         if let Some(rows) = sizes.prompt_rows() {
             forward.prepare_prefill_of(rows)?;
         }
-        let group = config.plan.attention.group();
         let widths = Widths {
             prompt: forward.prefill().map_or(0, |prefill| prefill.capacity()),
             decode: sizes.decode_rows(),
-            tile: Attend::tile_rows(group as u32) as usize,
+            tile: forward.tile_rows(),
         };
         let tier = sizes.host_pages(config, &options, pages)?;
         let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);

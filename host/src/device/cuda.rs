@@ -299,7 +299,7 @@ impl Cuda {
         Ok(address)
     }
 
-    /// Gives memory back, once nothing that was recorded on this queue can use it.
+    /// Frees memory, once nothing that was recorded on this queue can use it.
     ///
     /// # Safety
     /// It is from [`allocate`](Self::allocate), and nobody uses it from now on but what is enqueued.
@@ -314,7 +314,7 @@ impl Cuda {
     /// What was recorded last, or could not be, is never launched again.
     pub(super) fn let_go(&self) {
         for address in self.recording.let_go() {
-            // SAFETY: it was given back when it was kept for the recording.
+            // SAFETY: whoever freed it had no more use for it; a recording alone kept it.
             unsafe { self.free(address) };
         }
     }

@@ -20,7 +20,7 @@ use super::{Backoff, Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
-use crate::draft::{Draft, ModelDraft, pass_bytes, pass_share};
+use crate::draft::{Draft, ModelDraft, head_pass_bytes, pass_bytes, pass_share};
 use crate::forward::{Begin, Capacity, Forward, HeadWeights, Pass, RowOutput, RowsOf};
 use crate::gpu::RING;
 use crate::prefill::Prefill;
@@ -135,7 +135,7 @@ impl ModelDrafter {
                 (forward, None, bytes)
             }
             Passes::Head(Head { forward, targets, parameters }) => {
-                (forward, Some(targets), 2 * parameters as u64 + DRAFT_LAYER_BYTES)
+                (forward, Some(targets), head_pass_bytes(parameters, DRAFT_LAYER_BYTES))
             }
         };
         let device = forward.device().clone();

@@ -86,7 +86,7 @@ impl Forward {
     }
 
     /// Most rows of a tile of attention.
-    fn tile_rows(&self) -> usize {
+    pub(crate) fn tile_rows(&self) -> usize {
         Attend::tile_rows(self.config.plan.attention.group() as u32) as usize
     }
 

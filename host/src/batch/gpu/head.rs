@@ -6,7 +6,6 @@
 //! these are found by positions in the text.
 
 use cuda_std::GlobalMut;
-use gpu_kernels::attention::Attend;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest};
 use gpu_kernels::eagle::States;
 use gpu_kernels::sample::Choice;
@@ -187,12 +186,10 @@ impl BatchBackend for HeadBatch {
         let is_own = |rows: &SequenceRows| rows.start >= self.slots[rows.slot as usize].known;
         let begin = if rows.iter().any(is_own) { Begin::Own } else { Begin::OfModel(self.states) };
         let samples = plan.work.iter().any(|work| work.samples);
-        let config = self.forward.config();
-        let group = config.plan.attention.group();
         let widths = Widths {
             prompt: 0,
             decode: if samples { MAX_DECODE_ROWS } else { MAX_ROWS } as usize,
-            tile: Attend::tile_rows(group as u32) as usize,
+            tile: self.forward.tile_rows(),
         };
         self.upload.clear();
         let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
