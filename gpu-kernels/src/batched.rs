@@ -72,6 +72,7 @@ macro_rules! field {
 mod alone;
 mod attention;
 mod factors;
+mod k_partial;
 mod kernels;
 mod main_loop;
 mod newest;
@@ -83,6 +84,7 @@ mod producer;
 mod tile_scheduler;
 
 pub use alone::attend_batch;
+pub(crate) use k_partial::{InPairs, MainLoop, OfCodes, OfPlain};
 pub use kernels::*;
 pub use phases::{Phase, PhaseKind, Share};
 
@@ -394,7 +396,7 @@ impl BatchedStep {
 
 /// Where the consumers stand in their rings.
 #[derive(Clone, Copy)]
-struct Rings {
+pub(crate) struct Rings {
     /// Weights, pages.
     ring: Ring,
     /// Activations.

@@ -142,6 +142,13 @@ impl Ring {
         unsafe { self.full().test_wait(self.parity) }
     }
 
+    /// Whether the stage and the next one are full, likewise.
+    #[inline(always)]
+    pub unsafe fn is_full_pair(&self) -> bool {
+        // SAFETY: the caller's word.
+        unsafe { self.is_full() & self.ahead(1).is_full() }
+    }
+
     /// A consumer waits until the stage and the next one are full. Both are asked at once, as an answer takes its time.
     ///
     /// # Safety
@@ -220,6 +227,16 @@ impl Ring {
             warp::sync_warp();
             Self { base: self.base + zero, ..*self }.empty().arrive_if(arrives);
         }
+    }
+
+    /// The same of a stage of which all that was loaded went into `word`.
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release); each lane's `word` depends on all that it has loaded from the stage.
+    #[inline(always)]
+    pub unsafe fn release_loaded(&self, word: u32, arrives: bool) {
+        // SAFETY: the caller's word.
+        unsafe { self.release_behind(f32::from_bits(word), arrives) }
     }
 
     /// Releases the stage and the next one, likewise.

@@ -31,7 +31,7 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, bf16, bulk, mma, thread, warp};
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub(crate) use batched::{BatchedFormat, StageSources, put_fragments};
+pub(crate) use batched::{BatchedFormat, CodedFormat, LoadedFormat, PairedFormat, StageSources, put_fragments};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub(crate) use e4m3::E4m3;
 pub use lossless::Lossless;

@@ -48,9 +48,9 @@ const SPILLING: [(&str, u32); 26] = [
     ("decode_16_wgmma_lossless", 68),
     ("decode_tree_e4m3", 28),
     ("decode_tree_wgmma_lossless", 88),
-    ("batched_128_fp8", 60),
-    ("batched_128_int4", 60),
-    ("batched_128_int4_f16", 60),
+    ("batched_128_fp8", 296),
+    ("batched_128_int4", 92),
+    ("batched_128_int4_f16", 92),
 ];
 
 /// Bytes of loads that the decode kernels may spill where consumers cannot take other warps' registers.

@@ -188,7 +188,7 @@ pub unsafe fn load_pages(
                         ring.full().arrive_expect_tx(bytes);
                         let from = (blocks[I] & !PACKED) as usize * 2 + kind as usize;
                         let from = from * (PAGE_TOKENS * HEAD_DIM) as usize;
-                        bulk::copy_to_shared(ring.stage_buffer(), cache.pages.read().at(from).cast(), bytes, ring.full());
+                        bulk::copy_to_shared_once(ring.stage_buffer(), cache.pages.read().at(from).cast(), bytes, ring.full());
                         ring = ring.ahead(1);
                     }
                 });

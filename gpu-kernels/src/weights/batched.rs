@@ -8,12 +8,15 @@ use cuda_std::shared::Shared;
 use cuda_std::{Global, bf16, thread, wgmma};
 
 use super::{FragmentFormat, Plain, WeightFragments};
-use crate::batched::BatchedStep;
+use crate::batched::{BatchedStep, MainLoop, OfPlain};
 use crate::linear::K_PARTIALS;
 use crate::stream::{SLICE_BYTES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
 
 /// How the batched decode kernels read weights.
 pub(crate) trait BatchedFormat: FragmentFormat {
+    /// How they are multiplied.
+    type MainLoop: MainLoop<Self>;
+
     /// How many stages have as many bytes as one of [`Plain`], or nearly.
     const STAGES: u32 = 1;
 
@@ -28,28 +31,48 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     /// partial's stages with an even number and an odd one take turns.
     fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2];
 
+    /// Whether sums are multiplied with their phase's [scale](crate::batched::Phase::scale).
+    const SCALED: bool = false;
+}
+
+/// A format of which a stage becomes fragments at once.
+pub(crate) trait LoadedFormat: BatchedFormat {
     /// The fragments of a warp's N-tile of a stage of this split-K partial, which is full, into the registers of four
     /// instructions from `FIRST` on: 0 for the partial's stages with an even number, and 4.
     ///
     /// # Safety
     /// `p` is a launch's parameter block. The whole warp calls it, having waited for the stage, which nobody fills or
     /// releases meanwhile; no MMA reads these registers.
-    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32);
+    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32);
+}
 
-    /// Whether stages are unpacked in pairs, by [`unpack_pair`](Self::unpack_pair), as long as there are two.
-    const PAIRED: bool = false;
-
+/// A format of which two stages at a time are unpacked, as long as there are two.
+pub(crate) trait PairedFormat: LoadedFormat {
     /// The fragments of a warp's N-tile of two stages of a split-K partial, which are full, the first with an even
     /// number.
     ///
     /// # Safety
-    /// As for [`load_fragments`](Self::load_fragments), of both stages.
-    unsafe fn unpack_pair(_: &BatchedStep, _stages: [Shared<u8>; 2], _lane: u32) -> WeightFragments {
-        WeightFragments::default()
-    }
+    /// As for [`load_fragments`](LoadedFormat::load_fragments), of both stages.
+    unsafe fn unpack_pair(p: &BatchedStep, stages: [Shared<u8>; 2], lane: u32) -> WeightFragments;
+}
 
-    /// Whether sums are multiplied with their phase's [scale](crate::batched::Phase::scale).
-    const SCALED: bool = false;
+/// A format of codes, which are loaded a stage before fragments are made of them.
+pub(crate) trait CodedFormat: BatchedFormat {
+    /// What a lane has of a stage.
+    type Codes: Copy;
+
+    /// Loads those of a warp's N-tile of a stage of this split-K partial.
+    ///
+    /// # Safety
+    /// The whole warp calls it, having waited for the stage, which nobody fills or releases before all lanes have them.
+    unsafe fn load_codes(stage: Shared<u8>, k_partial: u32, lane: u32) -> Self::Codes;
+
+    /// Puts their fragments into the registers of four instructions from `FIRST` on, as
+    /// [`load_fragments`](LoadedFormat::load_fragments) does.
+    fn put_codes<const FIRST: usize>(codes: Self::Codes);
+
+    /// A word for which all of them must have been loaded.
+    fn mix(codes: Self::Codes) -> u32;
 }
 
 /// Stages of plain weights for the batched decode kernel, of 8 N-tiles: a slice of each.
@@ -112,6 +135,7 @@ pub(crate) fn put_fragments([a, b, c, d, e, f, g, h]: WeightFragments) {
 }
 
 impl BatchedFormat for Plain {
+    type MainLoop = OfPlain;
     const BY_BOXES: bool = false;
 
     #[inline(always)]
@@ -123,9 +147,11 @@ impl BatchedFormat for Plain {
     fn box_at(_: u32, _: bool) -> [u32; 2] {
         [0; 2]
     }
+}
 
+impl LoadedFormat for Plain {
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, _: u32, lane: u32) {
+    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());

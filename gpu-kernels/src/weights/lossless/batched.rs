@@ -1,19 +1,20 @@
 //! As the batched decode kernels read them.
 //!
 //! # Safety
-//! What is unsafe here asks what [`BatchedFormat`] says; a stage is a box of [`Lossless::stages`]. It is unpacked in
+//! What is unsafe here asks what [`LoadedFormat`] says; a stage is a box of [`Lossless::stages`]. It is unpacked in
 //! place, and so loaded once.
 
 use cuda_std::shared::Shared;
 use cuda_std::thread;
 
 use super::{Lossless, PACKED_SLICE, Place};
-use crate::batched::BatchedStep;
+use crate::batched::{BatchedStep, InPairs};
 use crate::stream::TOGETHER;
 use crate::weights::batched::put_slice;
-use crate::weights::{BatchedFormat, WeightFragments};
+use crate::weights::{BatchedFormat, LoadedFormat, PairedFormat, WeightFragments};
 
 impl BatchedFormat for Lossless {
+    type MainLoop = InPairs;
     const SCALED: bool = true;
 
     #[inline(always)]
@@ -26,9 +27,11 @@ impl BatchedFormat for Lossless {
     fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2] {
         [if is_odd { PACKED_SLICE / 8 } else { 0 }, k_partial]
     }
+}
 
+impl LoadedFormat for Lossless {
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, _: u32, lane: u32) {
+    unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
@@ -41,9 +44,9 @@ impl BatchedFormat for Lossless {
             put_slice::<FIRST>(weights);
         }
     }
+}
 
-    const PAIRED: bool = true;
-
+impl PairedFormat for Lossless {
     #[inline(always)]
     unsafe fn unpack_pair(p: &BatchedStep, stages: [Shared<u8>; 2], lane: u32) -> WeightFragments {
         // SAFETY: the caller's word.

@@ -1,19 +1,20 @@
 //! As the batched decode kernels read them.
 //!
 //! # Safety
-//! What is unsafe here asks what [`BatchedFormat`] says; a stage is a box of [`stages`](super::stages).
+//! What is unsafe here asks what [`CodedFormat`] says; a stage is a box of [`stages`](super::stages).
 
 use cuda_std::shared::Shared;
 use cuda_std::thread;
 
-use super::{Code, Quantized, SCALE_BYTES, both_factors, load_slice, second_at, words};
-use crate::batched::BatchedStep;
+use super::{Code, Quantized, SCALE_BYTES, Scale, both_factors, load_slice, second_at, words};
+use crate::batched::{BatchedStep, OfCodes};
 use crate::linear::K_PARTIALS;
 use crate::stream::{SLICES_APART, TOGETHER};
-use crate::weights::BatchedFormat;
 use crate::weights::batched::put_slice;
+use crate::weights::{BatchedFormat, CodedFormat};
 
 impl<C: Code> BatchedFormat for Quantized<C> {
+    type MainLoop = OfCodes;
     const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
     const SCALED: bool = C::UNIT != 1.0;
 
@@ -27,23 +28,43 @@ impl<C: Code> BatchedFormat for Quantized<C> {
         let [codes, scales] = [0, C::SLICE_BYTES / 8];
         [if k_partial.is_multiple_of(2) { codes } else { scales }, (k_partial + u32::from(is_odd) * K_PARTIALS) / 2]
     }
+}
+
+impl<C: Code> CodedFormat for Quantized<C> {
+    type Codes = ([[u32; 4]; 2], [Scale; 2]);
 
     /// Codes and scales; of every second split-K partial scales and codes.
     #[inline(always)]
-    unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, k_partial: u32, lane: u32) {
+    unsafe fn load_codes(stage: Shared<u8>, k_partial: u32, lane: u32) -> Self::Codes {
         // SAFETY: the caller's word.
         unsafe {
             let warp_id = thread::opaque(thread::warp_id());
             let is_odd = !k_partial.is_multiple_of(2);
             let stage = stage.at((warp_id * second_at::<C>()) as usize);
             let [codes, scales] = if is_odd { [SCALE_BYTES, 0] } else { [0, C::SLICE_BYTES] };
-            let (codes, scales) = load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane);
-            let factors = both_factors::<C>(scales);
-            let mut weights = [[0; 4]; 4];
-            unroll!(F < 4; {
-                weights[F] = C::decode(words::<C>(&codes, F), &factors);
-            });
-            put_slice::<FIRST>(weights);
+            load_slice::<C>(stage.at(codes as usize), stage.at(scales as usize), lane)
         }
+    }
+
+    #[inline(always)]
+    fn put_codes<const FIRST: usize>((codes, scales): Self::Codes) {
+        let factors = both_factors::<C>(scales);
+        let mut weights = [[0; 4]; 4];
+        unroll!(F < 4; {
+            weights[F] = C::decode(words::<C>(&codes, F), &factors);
+        });
+        put_slice::<FIRST>(weights);
+    }
+
+    #[inline(always)]
+    fn mix((codes, [lower, upper]): Self::Codes) -> u32 {
+        let mut word = lower.0 ^ upper.0;
+        unroll!(I < 4; {
+            word ^= codes[0][I];
+            if C::BITS == 8 {
+                word ^= codes[1][I];
+            }
+        });
+        word
     }
 }
