@@ -108,7 +108,7 @@ impl Case {
         let tiles = Attend::tiles(rows as u32, (self.q_heads / self.kv_heads) as u32);
         run::<attention::attend>([self.kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, attend);
         run::<attention::combine>([self.q_heads as u32, rows as u32, 1], Attend::COMBINE_SHARED_BYTES, seed, attend);
-        out.as_slice().to_vec()
+        out.to_vec()
     }
 
     /// The kernel for prompts, over rows cut into tiles of the given heights.
@@ -173,16 +173,16 @@ impl Case {
             let paired = Buffer::<bf16>::new_poisoned(rows * self.q_heads * D);
             let params = PrefillAttention { out: paired.ptr_mut(), ..params };
             run::<prefill_attention::prefill_attention_2x1>(grid, prefill_attention::SHARED_BYTES, seed, params);
-            assert!(paired.as_slice() == out.as_slice(), "in pairs");
+            assert!(paired.to_vec() == out.to_vec(), "in pairs");
         }
         // As codes: those that a launch of their own makes of the rows.
         let [found, apart] = [0; 2].map(|_| CodeBuffers::new(rows, self.q_heads * D, 0.0));
         let params = PrefillAttention { out: Default::default(), codes: found.rows(), ..params };
         run::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, seed, params);
         apart.quantize(out.ptr(), 0..rows, false);
-        assert!(found.codes.as_slice() == apart.codes.as_slice(), "codes");
-        assert_eq!(found.scales.as_slice(), apart.scales.as_slice());
-        out.as_slice().to_vec()
+        assert!(found.codes.to_vec() == apart.codes.to_vec(), "codes");
+        assert_eq!(found.scales.to_vec(), apart.scales.to_vec());
+        out.to_vec()
     }
 }
 

@@ -120,10 +120,10 @@ impl Case {
                 first_row: 0,
             };
             run::<K>([weights.n_tiles, 1, 1], Linear::shared_bytes(64), 1, params);
-            all.y.extend(y.as_slice());
-            all.activation.extend(activation.as_slice());
-            all.scaled.extend(scaled.as_slice());
-            all.squares.extend(&squares.as_slice()[..count * self.n / 16]);
+            all.y.extend(y.to_vec());
+            all.activation.extend(activation.to_vec());
+            all.scaled.extend(scaled.to_vec());
+            all.squares.extend(&squares.to_vec()[..count * self.n / 16]);
         }
         all
     }
@@ -188,13 +188,13 @@ impl Case {
             ..BatchedStep::default()
         };
         run_batched(tile_rows, grid, 3, params);
-        assert!(arrivals.as_slice().iter().all(|&left| left == 0));
+        assert!(arrivals.to_vec().iter().all(|&left| left == 0));
         Outputs {
-            y: y.as_slice().to_vec(),
-            activation: reordered(activation.as_slice(), self.n, true),
-            scaled: reordered(scaled.as_slice(), self.n, true),
-            squares: squares.as_slice()[..self.rows * self.n / 16].to_vec(),
-            best: best.as_slice().iter().take(self.rows).copied().collect(),
+            y: y.to_vec(),
+            activation: reordered(&activation.to_vec(), self.n, true),
+            scaled: reordered(&scaled.to_vec(), self.n, true),
+            squares: squares.to_vec()[..self.rows * self.n / 16].to_vec(),
+            best: best.to_vec().into_iter().take(self.rows).collect(),
         }
     }
 

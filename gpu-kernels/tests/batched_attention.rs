@@ -108,18 +108,19 @@ impl Case {
             (Buffer::<f32>::new_poisoned(partial * D), Buffer::<f32>::new_poisoned(partial * 2), out)
         };
 
+        let all_queries = q.to_vec();
         let mut want = Vec::new();
         let mut first = 0;
         for &(_, count) in sequences {
             let own = RowBuffers::new(&rows[first..first + count]);
-            let queries = Buffer::from_slice(&q.as_slice()[first * q_heads * D..][..count * q_heads * D]);
+            let queries = Buffer::from_slice(&all_queries[first * q_heads * D..][..count * q_heads * D]);
             let memory = memory_of(count);
             let params = attend(&own, &queries, &memory);
             let tiles = Attend::tiles(count as u32, group as u32);
             run::<attention::attend>([kv_heads as u32, splits, tiles], Attend::SHARED_BYTES, seed, params);
             let grid = [q_heads as u32, count as u32, 1];
             run::<attention::combine>(grid, Attend::COMBINE_SHARED_BYTES, seed, params);
-            want.extend_from_slice(memory.2.as_slice());
+            want.extend(memory.2.to_vec());
             first += count;
         }
 
@@ -131,7 +132,7 @@ impl Case {
         run::<attention::attend_tiles>(blocks, Attend::SHARED_BYTES, seed, tiled);
         let heads = [q_heads as u32, rows.len() as u32, 1];
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
-        assert!(want == portable.2.as_slice(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
+        assert!(want == portable.2.to_vec(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
         // In whole steps, and in launches of its own.
         let is_alone = group <= BatchedStep::ATTEND_PAIRS as usize && sequences.iter().all(|&(_, rows)| rows == 1);
         let alone = is_alone.then_some(None);
@@ -208,11 +209,11 @@ impl Case {
             if !listed.is_empty() {
                 run::<packed::unpack_pages>(blocks, PackPages::SHARED_BYTES, seed, pack);
             }
-            for (got, want) in cache.as_slice().chunks(len).zip([&want_first, &want_second]) {
-                assert!(got == want.as_slice(), "keys and values of {sequences:?}, {grid} blocks");
+            for (got, want) in cache.to_vec().chunks(len).zip([&want_first, &want_second]) {
+                assert!(got == want.to_vec(), "keys and values of {sequences:?}, {grid} blocks");
             }
-            assert!(arrivals.as_slice().iter().all(|&left| left == 0));
-            let got = memory.2.as_slice();
+            assert!(arrivals.to_vec().iter().all(|&left| left == 0));
+            let got = memory.2.to_vec();
             let got: Vec<bf16> = (0..got.len()).map(|i| got[i / D * D + slot((i % D) as u32) as usize]).collect();
             assert!(want == got, "{q_heads} and {kv_heads} heads, {sequences:?}, {grid} blocks");
         }

@@ -102,7 +102,7 @@ impl World {
         Likeliest {
             notes: self.notes.ptr(),
             targets: if self.shift == 1 { self.targets.ptr() } else { Default::default() },
-            target_count: self.targets.as_slice().len() as u32,
+            target_count: self.targets.len() as u32,
             vocab: VOCAB,
         }
     }
@@ -128,12 +128,12 @@ impl World {
             economy,
         };
         run::<draft_model::plan_draft>([1, 1, 1], 0, seed, plan);
-        assert_eq!(self.counters.as_slice(), [0; COUNTERS]);
+        assert_eq!(self.counters.to_vec(), [0; COUNTERS]);
     }
 
     /// Runs the rows that are planned, and gives what the model says after the last, if there are any.
     fn pass(&mut self, chain: &[i32]) -> Option<u32> {
-        let [count, tokens, positions, sequences] = self.columns.each_ref().map(Buffer::as_slice);
+        let [count, tokens, positions, sequences] = self.columns.each_ref().map(Buffer::to_vec);
         let count = count[0] as usize;
         let text = [&self.text[..], chain].concat();
         for r in 0..count {
@@ -148,8 +148,8 @@ impl World {
     }
 
     fn next(&mut self, number: u32, said: Option<u32>, seed: u64) {
-        let rows = self.columns[0].as_slice()[0];
-        let noted = self.noted.as_slice()[Wanted::ROW];
+        let rows = self.columns[0].to_vec()[0];
+        let noted = self.noted.to_vec()[Wanted::ROW];
         assert_eq!(noted, if rows == 0 { Wanted::NO_ROW } else { rows - 1 });
         // A head's tokens are the model's the other way round.
         let said = said.map(|said| if self.shift == 1 && said <= VOCAB { VOCAB - said } else { said });
@@ -186,22 +186,22 @@ impl World {
             shift: self.shift as u32,
         };
         run_resident::<draft_model::next_draft>(teams.grid(), SHARED_BYTES, seed, next);
-        assert_eq!(self.counters.as_slice(), [0; COUNTERS]);
+        assert_eq!(self.counters.to_vec(), [0; COUNTERS]);
     }
 
     /// What is proposed by now.
     fn proposed(&self) -> Vec<i32> {
-        let rows = self.draft_rows.as_slice()[0].max(1) as usize;
-        self.drafts.as_slice()[1..rows].to_vec()
+        let rows = self.draft_rows.to_vec()[0].max(1) as usize;
+        self.drafts.to_vec()[1..rows].to_vec()
     }
 
     /// A step confirms these tokens.
     fn accept(&mut self, tokens: &[i32]) {
         self.text.extend_from_slice(tokens);
-        let mut history = self.history.as_slice().to_vec();
+        let mut history = self.history.to_vec();
         history[..self.text.len()].copy_from_slice(&self.text);
         self.history = Buffer::from_slice(&history);
-        let mut words = self.words.as_slice().to_vec();
+        let mut words = self.words.to_vec();
         words[SequenceState::LENGTH] = self.text.len() as u32;
         words[SequenceState::STEP] += 1;
         words[SequenceState::FINISHED] = (self.text.len() >= self.max_length).into();
@@ -268,9 +268,9 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
             guessed: guess.len() as u32,
         };
         let choice = if finished { Choice::default() } else { economy.choose(prospect) };
-        let words = world.draft_words.as_slice();
+        let words = world.draft_words.to_vec();
         assert_eq!([words[DraftWords::MODEL], words[DraftWords::NGRAM]], world.acceptance);
-        assert_eq!(world.columns[0].as_slice()[0], choice.rows, "{prospect:?} {economy:?}");
+        assert_eq!(world.columns[0].to_vec()[0], choice.rows, "{prospect:?} {economy:?}");
         assert_eq!(words[DraftWords::CHAINED], choice.chain);
         assert_eq!(words[DraftWords::WANTED], choice.wanted);
         assert_eq!(words[DraftWords::BEHIND], prospect.lag - choice.rows);
@@ -294,11 +294,11 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         }
         assert_eq!(proposed, if choice.by_guess { guess.clone() } else { chain.clone() });
         let end = world.text.len() + proposed.len();
-        assert_eq!(world.history.as_slice()[world.text.len()..end], proposed);
+        assert_eq!(world.history.to_vec()[world.text.len()..end], proposed);
         if !proposed.is_empty() {
-            assert_eq!(world.last.as_slice(), [end as i64 - 1]);
+            assert_eq!(world.last.to_vec(), [end as i64 - 1]);
             let acceptance = world.acceptance[usize::from(choice.by_guess)];
-            assert_eq!(world.words.as_slice()[SequenceState::ACCEPTANCE], acceptance);
+            assert_eq!(world.words.to_vec()[SequenceState::ACCEPTANCE], acceptance);
         }
 
         if random.below(10) == 0 {

@@ -21,7 +21,7 @@ fn quantized(x: &[bf16], k: usize, first: usize, in_order: bool) -> (Vec<u8>, Ve
     let x = Buffer::from_slice(&if in_order { x.to_vec() } else { reordered(x, k, false) });
     let to = CodeBuffers::new(rows.next_multiple_of(128), k, -1.0);
     to.quantize(x.ptr(), first..rows, in_order);
-    (to.codes.as_slice()[..rows * k].to_vec(), to.scales.as_slice().to_vec())
+    (to.codes.to_vec()[..rows * k].to_vec(), to.scales.to_vec())
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn found(k: usize, is_gated: bool, spoil: bool) -> (Vec<u8>, Vec<u8>, u32) {
     let to = StreamMatrix { stream: codes.ptr(), base: 16, k: k as u32 / 2, ..from };
     let params = EncodeE4m3 { from, to, codes: codes.ptr_mut(), scales: scales.ptr(), strange: strange.ptr_mut() };
     run::<encode_e4m3>([n_tiles, (k as u32 / 2).div_ceil(CHUNK_FEATURES), 1], 0, 1, params);
-    let bytes: Vec<u8> = codes.as_slice().iter().flat_map(|pair| pair.to_bits().to_le_bytes()).collect();
+    let bytes: Vec<u8> = codes.to_vec().into_iter().flat_map(|pair| pair.to_bits().to_le_bytes()).collect();
     let at = |row: usize, group: usize, byte: usize| {
         let tile = row as u32 / N_TILE;
         let (first, wave): &(u32, Wave) = waves.iter().rev().find(|(first, _)| *first <= tile).unwrap();
@@ -115,7 +115,7 @@ fn found(k: usize, is_gated: bool, spoil: bool) -> (Vec<u8>, Vec<u8>, u32) {
         let (row, k) = (i / k, i % k);
         at(row, k / 128, k % 128 / 64 * 64 + slot(k as u32 % 64) as usize)
     };
-    (matrix, (0..ROWS * k).map(of_element).collect(), strange.as_slice()[0])
+    (matrix, (0..ROWS * k).map(of_element).collect(), strange.to_vec()[0])
 }
 
 #[test]

@@ -36,13 +36,13 @@ fn hidden_states_are_found_by_their_positions() {
             sequence < 2 && position + SLOTS as u32 >= end
         };
         let (there, left): (Vec<_>, Vec<_>) = (0..count).filter(|&row| is_left(row)).map(|row| (all[row], row)).unzip();
-        assert!(ring.as_slice().iter().filter(|x| x.to_f32() != 9.0).count() <= left.len() * 3 * DIM);
+        assert!(ring.to_vec().iter().filter(|x| x.to_f32() != 9.0).count() <= left.len() * 3 * DIM);
         let wanted = RowBuffers::new(&there);
         let to = Buffer::from_slice(&vec![bf16::from_f32(7.0); (left.len() + 1) * 3 * DIM]);
         let gather = GatherStates { rows: wanted.rows(), from: states, to: to.ptr_mut() };
         let grid = [GatherStates::blocks(DIM as u32), left.len() as u32 + 1, 1];
         run::<eagle::gather_states>(grid, 0, 2, gather);
-        let found = to.as_slice();
+        let found = to.to_vec();
         for (i, row) in left.iter().enumerate() {
             let expected = streams.iter().flat_map(|stream| &stream[row * DIM..][..DIM]).map(|&x| bf16::from_f32(x));
             assert!(found[i * 3 * DIM..][..3 * DIM].iter().copied().eq(expected), "row {row} of {runs:?}");
@@ -88,15 +88,16 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
             own,
         };
         run::<eagle::make_pairs>([1, tokens.len() as u32, 1], MakePairs::SHARED_BYTES, 3, make);
+        let (pairs, x) = (pairs.to_vec(), x.to_vec());
         for (row, &token) in tokens.iter().enumerate() {
             // A token beyond the table is its last.
             let embed = widen(&table[(token as usize).min(vocab - 1) * DIM..][..DIM]);
             let hidden = &hidden[if own == 1 { sequences[row] as usize } else { row } * DIM..][..DIM];
             let normed = rms_norm(hidden, &norms[1], eps);
             let expected = [rms_norm(&embed, &norms[0], eps), normed.clone()].concat();
-            let found = widen(&pairs.as_slice()[row * 2 * DIM..][..2 * DIM]);
+            let found = widen(&pairs[row * 2 * DIM..][..2 * DIM]);
             assert!(relative_error(found, &expected) < 1.0 / 256.0, "row {row}");
-            let stream = &x.as_slice()[row * DIM..][..DIM];
+            let stream = &x[row * DIM..][..DIM];
             let expected = if norm_before_residual == 1 { &normed } else { hidden };
             assert!(relative_error(stream.iter().copied(), expected) < 1e-6, "row {row}");
         }
@@ -117,6 +118,6 @@ fn the_states_of_the_last_rows_are_kept() {
         let to = Buffer::from_slice(&vec![7.0; 3 * DIM]);
         let keep = KeepState { rows: rows.rows(), x: given.ptr(), to: to.ptr_mut(), dim: DIM as u32 };
         run::<eagle::keep_state>([1, 4, 1], 0, 5, keep);
-        assert_eq!(to.as_slice(), expected.concat(), "{sequences:?}");
+        assert_eq!(to.to_vec(), expected.concat(), "{sequences:?}");
     }
 }

@@ -175,7 +175,7 @@ impl Case {
             let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
             let shared = Gemm::shared_bytes(256);
             run::<K>([blocks, 1, 1], shared, seed, Gemm { n: border, beside: first, ..params });
-            assert_eq!(word.as_slice(), [7], "the first launch says that the second may go on");
+            assert_eq!(word.to_vec(), [7], "the first launch says that the second may go on");
             run::<P>([4, 1, 1], shared, seed + 1, Gemm { first_feature: border, beside: second, ..params });
         })
     }
@@ -230,17 +230,18 @@ impl Case {
             beside: Beside::default(),
         };
         launch(params, (m + n) as u64);
-        let last = &out.as_slice()[(rows - 1) * n..];
+        let out = out.to_vec();
+        let last = &out[(rows - 1) * n..];
         assert!(last.iter().all(|v| v.to_bits() == u16::MAX), "what lies beyond the output is not written");
-        let out = &out.as_slice()[..m * n];
+        let out = &out[..m * n];
         Results {
-            y: y.as_slice()[..m * n].to_vec(),
+            y: y.to_vec()[..m * n].to_vec(),
             out: if gated { reordered(out, n, true) } else { out.to_vec() },
-            scaled: reordered(&scaled.as_slice()[..m * n], n, true),
-            squares: squares.as_slice()[..m * n_tiles].to_vec(),
-            spans: spans.as_slice()[..m * n / SPAN as usize].to_vec(),
-            q: heads.q.as_slice().to_vec(),
-            pages: heads.pages.as_slice().to_vec(),
+            scaled: reordered(&scaled.to_vec()[..m * n], n, true),
+            squares: squares.to_vec()[..m * n_tiles].to_vec(),
+            spans: spans.to_vec()[..m * n / SPAN as usize].to_vec(),
+            q: heads.q.to_vec(),
+            pages: heads.pages.to_vec(),
         }
     }
 }
@@ -252,7 +253,7 @@ fn split(case: &Case, qkv: &[f32]) -> (Vec<bf16>, Vec<bf16>) {
     let params = SplitHeads { qkv: qkv.ptr(), ..memory.params(case) };
     let blocks = params.heads().div_ceil(qkv::HEADS_PER_BLOCK);
     run::<qkv::split_heads>([blocks, case.m as u32, 1], 0, 3, params);
-    (memory.q.as_slice().to_vec(), memory.pages.as_slice().to_vec())
+    (memory.q.to_vec(), memory.pages.to_vec())
 }
 
 /// Compares where both have written, and checks that they wrote the same places.
@@ -415,8 +416,8 @@ fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -
         first_row: 0,
     };
     run::<K>([weights.n_tiles, 1, 1], Linear::shared_bytes(64), 1, params);
-    let [y, squares] = [y, squares].map(|v| v.as_slice().to_vec());
-    let [out, scaled] = [out, scaled].map(|v| v.as_slice().to_vec());
+    let [y, squares] = [y, squares].map(|v| v.to_vec());
+    let [out, scaled] = [out, scaled].map(|v| v.to_vec());
     Results { y, out, scaled, squares, spans: vec![], q: vec![], pages: vec![] }
 }
 
@@ -563,7 +564,7 @@ fn the_second_launch_waits_for_the_word_of_the_first() {
         let beside = Beside { word: word.ptr_mut(), number: 7, second: 0 };
         let params = InOrder { beside, data: data.ptr_mut(), out: out.ptr_mut() };
         run_resident::<second_after_first>([3, 1, 1], 0, seed, params);
-        assert_eq!(out.as_slice()[32..], [42; 64]);
+        assert_eq!(out.to_vec()[32..], [42; 64]);
     }
 }
 
@@ -651,8 +652,8 @@ impl CodedCase {
         assert!(results.scaled.iter().all(is_unwritten) && results.out.iter().all(is_unwritten), "nothing in bf16");
         let x = Buffer::from_slice(&reordered(in_bf16, n, false));
         apart.quantize(x.ptr(), 0..m, false);
-        assert!(found.codes.as_slice()[..m * n] == apart.codes.as_slice()[..m * n], "{m} rows of {n}");
-        for (found, want) in found.scales.as_slice().chunks(rows).zip(apart.scales.as_slice().chunks(rows)) {
+        assert!(found.codes.to_vec()[..m * n] == apart.codes.to_vec()[..m * n], "{m} rows of {n}");
+        for (found, want) in found.scales.to_vec().chunks(rows).zip(apart.scales.to_vec().chunks(rows)) {
             assert_eq!(found[..m], want[..m], "{m} rows of {n}");
         }
     }

@@ -94,7 +94,7 @@ impl Case {
             first_row,
         };
         run::<K>([weights.n_tiles, 1, 1], Linear::shared_bytes(width), self.n as u64, params);
-        Outputs { y: y.as_slice().to_vec(), activation, scaled, squares }
+        Outputs { y: y.to_vec(), activation, scaled, squares }
     }
 
     /// The weight of the norm that follows.
@@ -125,9 +125,9 @@ proptest! {
         // What the next norm reads: the very bits of the residual, times its weight; and the squares of each N-tile.
         let weights = case.next_norm().into_iter().cycle();
         let scaled: Vec<bf16> = got.y.iter().zip(weights).map(|(x, w)| bf16::from_f32(x * w.to_f32())).collect();
-        prop_assert_eq!(got.scaled.as_slice(), scaled);
+        prop_assert_eq!(got.scaled.to_vec(), scaled);
         let squares: Vec<f32> = got.y.chunks(16).map(|n_tile| n_tile.iter().map(|x| x * x).sum()).collect();
-        prop_assert!(relative_error(got.squares.as_slice().to_vec(), &squares) < 1e-6);
+        prop_assert!(relative_error(got.squares.to_vec(), &squares) < 1e-6);
     }
 
     #[test]
@@ -138,7 +138,7 @@ proptest! {
         let up = reference(&case.x, &case.up, rows, n, 128);
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
         // One rounding to bf16.
-        prop_assert!(relative_error(widen(got.as_slice()), &want) < 1.0 / 256.0);
+        prop_assert!(relative_error(widen(&got.to_vec()), &want) < 1.0 / 256.0);
     }
 
     #[test]

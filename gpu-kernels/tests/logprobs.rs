@@ -51,7 +51,7 @@ proptest! {
         run_resident::<logprobs::note_logits>(teams.grid(), SHARED_BYTES, seed, params);
         run::<logprobs::note_chosen>([1, 1, 1], 0, seed, params);
 
-        for (note, [row, top, choice]) in notes.as_slice().chunks(Note::WORDS).zip(entries) {
+        for (note, [row, top, choice]) in notes.to_vec().chunks(Note::WORDS).zip(entries) {
             let row = &all[row as usize];
             let mut order: Vec<u32> = (0..vocab as u32).collect();
             order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)));

@@ -65,15 +65,16 @@ fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launc
 /// Packs a stream with lists of so many bytes; none if some tile cannot be packed. What is unpacked again is the same.
 fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     let Launched { counts, tiles, more, notes, scales } = launch(stream, list_bytes, stream.len(), seed);
-    let ([as_it_is, unfit, doubled, unfit_doubled], [beyond, left]) = (counts.as_slice(), notes.as_slice()) else {
+    let (counts, notes) = (counts.to_vec(), notes.to_vec());
+    let ([as_it_is, unfit, doubled, unfit_doubled], [beyond, left]) = (&counts[..], &notes[..]) else {
         unreachable!("so many")
     };
     let doubles = (unfit_doubled, doubled) < (unfit, as_it_is);
-    assert_eq!(scales.as_slice(), [if doubles { 0.5 } else { 1.0 }]);
+    assert_eq!(scales.to_vec(), [if doubles { 0.5 } else { 1.0 }]);
     assert_eq!(left, unfit.min(unfit_doubled));
     let packed = Packed {
-        tiles: tiles.as_slice().to_vec(),
-        more: more.as_slice()[..*beyond as usize].to_vec(),
+        tiles: tiles.to_vec(),
+        more: more.to_vec()[..*beyond as usize].to_vec(),
         list_bytes,
         doubled: doubles,
         escapes: *as_it_is.min(doubled),
@@ -85,7 +86,7 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     let again = Buffer::<bf16>::new_poisoned(stream.len());
     let unpack = Unpack { weights, stream: again.ptr_mut(), first: 0, matrix: 0, bounds: [CHUNKS as u32; 3] };
     run::<unpack_weights>(GRID, TOGETHER * Lossless::tile_bytes(list_bytes), seed + 2, unpack);
-    let again: Vec<u16> = again.as_slice().iter().map(|weight| weight.to_bits()).collect();
+    let again: Vec<u16> = again.to_vec().into_iter().map(|weight| weight.to_bits()).collect();
     assert!(again == stream, "unpacked, lists of {list_bytes}");
     Some(packed)
 }
@@ -221,7 +222,8 @@ fn escapes_that_find_no_room_are_counted_and_not_written() {
     let weights = stream(&mut random, |random, _| weight(random, 0.02));
     // The emulator would tell of the first one beyond.
     let Launched { notes, .. } = launch(&weights, 16, 10, 1);
-    assert!(notes.as_slice()[0] > 900 && notes.as_slice()[1] == 0, "{:?}", notes.as_slice());
+    let notes = notes.to_vec();
+    assert!(notes[0] > 900 && notes[1] == 0, "{notes:?}");
 }
 
 proptest! {

@@ -27,7 +27,7 @@ fn what_a_mask_rules_out_is_minus_infinity_and_nothing_else_changes() {
         let params = MaskLogits { logits: given.ptr_mut(), masks: there.ptr(), vocab: vocab as u32 };
         let grid = [MaskLogits::blocks(vocab as u32), masked.len() as u32, 1];
         run::<mask::mask_logits>(grid, 0, seed, params);
-        for (at, (&before, &after)) in logits.iter().zip(given.as_slice()).enumerate() {
+        for (at, (&before, after)) in logits.iter().zip(given.to_vec()).enumerate() {
             let (row, token) = (at / vocab, at % vocab);
             let ruled_out = masked.iter().position(|&m| m as usize == row).is_some_and(|i| !bits(i, token));
             let expected = if ruled_out && before < f32::INFINITY { f32::NEG_INFINITY } else { before };

@@ -30,7 +30,8 @@ fn check(elements: &[bf16], seed: u64) -> Vec<bool> {
     let grid = [HEADS as u32, LAYERS as u32, 2];
     run::<packed::pack_pages>(grid, PackPages::SHARED_BYTES, seed, pages);
     let bits = |elements: &[bf16]| elements.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    let (before, packed) = (bits(elements), bits(memory.as_slice()));
+    let (before, packed) = (bits(elements), bits(&memory.to_vec()));
+    let forms = forms.to_vec();
     let mut were_packed = Vec::new();
     for layer in 0..LAYERS {
         for block in 0..PAGES * HEADS {
@@ -40,7 +41,7 @@ fn check(elements: &[bf16], seed: u64) -> Vec<bool> {
                 assert!(same(0..2 * KIND), "a page that was not named");
                 continue;
             }
-            let is_packed = Form(forms.as_slice()[layer * PAGES * HEADS + block]).is_packed();
+            let is_packed = Form(forms[layer * PAGES * HEADS + block]).is_packed();
             assert!(is_packed || same(0..2 * KIND), "what could not be packed stays");
             // What is not copied is not written either.
             let rest = PACKED_BYTES as usize / 2..KIND;
@@ -49,7 +50,7 @@ fn check(elements: &[bf16], seed: u64) -> Vec<bool> {
         }
     }
     run::<packed::unpack_pages>(grid, PackPages::SHARED_BYTES, seed + 1, pages);
-    assert!(before == bits(memory.as_slice()));
+    assert!(before == bits(&memory.to_vec()));
     were_packed
 }
 

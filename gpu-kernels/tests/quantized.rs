@@ -209,11 +209,11 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
         }
     }
     if !spoil {
-        same_weights(&waves, stream.as_slice(), back.as_slice());
+        same_weights(&waves, &stream.to_vec(), &back.to_vec());
     }
-    let bytes = codes.as_slice();
-    let found = (0..ROWS * INPUTS).map(|i| code_at::<C>(bytes, &waves, i / INPUTS, i % INPUTS)).collect();
-    (matrix, found, strange.as_slice()[0])
+    let bytes = codes.to_vec();
+    let found = (0..ROWS * INPUTS).map(|i| code_at::<C>(&bytes, &waves, i / INPUTS, i % INPUTS)).collect();
+    (matrix, found, strange.to_vec()[0])
 }
 
 fn codes_are_found_again<C: Code>() {

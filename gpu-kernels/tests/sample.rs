@@ -91,9 +91,9 @@ fn choose(given: &LogitRows, s: Settings, seed: u64, first_row: u32) -> Vec<u32>
         first_row,
     };
     run_resident::<sample::sample>(teams.grid(), SHARED_BYTES, seed, params);
-    let first = sampled.as_slice().to_vec();
+    let first = sampled.to_vec();
     run_resident::<sample::sample>(teams.grid(), SHARED_BYTES, seed.rotate_left(9), params);
-    assert_eq!(sampled.as_slice(), first);
+    assert_eq!(sampled.to_vec(), first);
     first
 }
 
@@ -119,7 +119,7 @@ fn choose_each(given: &LogitRows, s: Settings, seed: u64) -> Vec<u32> {
         count: tokens.len() as u32,
     };
     run_resident::<sample::sample_each>(teams.grid(), SHARED_BYTES, seed, params);
-    sampled.as_slice().iter().rev().copied().collect()
+    sampled.to_vec().into_iter().rev().collect()
 }
 
 fn settings() -> impl Strategy<Value = Settings> {

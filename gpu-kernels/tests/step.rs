@@ -76,12 +76,8 @@ impl Device {
 
     /// The planned rows, (token, position).
     fn planned(&self) -> Vec<(u32, u32)> {
-        let count = self.count.as_slice()[0] as usize;
-        self.tokens.as_slice()[..count]
-            .iter()
-            .copied()
-            .zip(self.positions.as_slice()[..count].iter().copied())
-            .collect()
+        let count = self.count.to_vec()[0] as usize;
+        self.tokens.to_vec().into_iter().zip(self.positions.to_vec()).take(count).collect()
     }
 
     fn plan_decode(&mut self, drafts: &[i32]) {
@@ -104,7 +100,7 @@ impl Device {
             cost,
         };
         run::<step::plan_decode>([1, 1, 1], 0, 0, params);
-        assert_eq!(counters.as_slice(), [0; 40]);
+        assert_eq!(counters.to_vec(), [0; 40]);
     }
 
     /// Accepts `sampled` with end token 9; gives the report's tokens, drafts tried, and whether it is finished.
@@ -120,7 +116,7 @@ impl Device {
         first_row: u32,
         launch: impl FnOnce(Accept),
     ) -> (Vec<u32>, u32, bool) {
-        let step = self.words.as_slice()[SequenceState::STEP];
+        let step = self.words.to_vec()[SequenceState::STEP];
         let mut padded = sampled.to_vec();
         padded.resize(MAX_ROWS as usize, 99);
         let sampled = Buffer::from_slice(&padded);
@@ -144,14 +140,15 @@ impl Device {
             first_row,
         };
         launch(params);
-        let report = &self.ring.as_slice()[(step % RING) as usize * Report::WORDS..][..Report::WORDS];
+        let ring = self.ring.to_vec();
+        let report = &ring[(step % RING) as usize * Report::WORDS..][..Report::WORDS];
         assert_eq!(report[Report::FLAG], step + 1);
         let count = report[Report::COUNT] as usize;
         (report[Report::TOKENS..][..count].to_vec(), report[Report::DRAFTED], report[Report::FINISHED] == 1)
     }
 
     fn history(&self) -> Vec<i32> {
-        self.history.as_slice()[..self.words.as_slice()[SequenceState::LENGTH] as usize].to_vec()
+        self.history.to_vec()[..self.words.to_vec()[SequenceState::LENGTH] as usize].to_vec()
     }
 }
 
@@ -175,12 +172,13 @@ fn drafts_are_accepted_as_long_as_they_agree() {
     // Rows 0 and 1 confirm 20 and 21, row 2 says 30 instead of 22.
     assert_eq!(d.accept(&[20, 21, 30, 99], 64, 0), (vec![20, 21, 30], 3, false));
     assert_eq!(d.history(), [5, 6, 20, 21, 30]);
-    assert_eq!(d.step_idx.as_slice(), [4]);
-    assert_eq!(d.draft_rows.as_slice(), [1]);
+    assert_eq!(d.step_idx.to_vec(), [4]);
+    assert_eq!(d.draft_rows.to_vec(), [1]);
+    let uses = d.uses.to_vec();
     for token in [20, 21, 30] {
-        assert_eq!(d.uses.as_slice()[token], GENERATED);
+        assert_eq!(uses[token], GENERATED);
     }
-    assert_eq!(d.uses.as_slice()[22], 0);
+    assert_eq!(uses[22], 0);
 }
 
 #[test]
@@ -277,7 +275,7 @@ fn one_launch_does_what_three_do() {
                     draft_tokens: of.proposed.ptr_mut(),
                     workspace: workspace.ptr_mut(),
                     input_ids_stride: 0,
-                    pre_ids_stride: of.history.as_slice().len() as u32,
+                    pre_ids_stride: of.history.len() as u32,
                     draft_tokens_stride: MAX_DECODE_ROWS,
                     batch: 1,
                     max_ngram_size: 3,
@@ -308,10 +306,10 @@ fn one_launch_does_what_three_do() {
                 run::<match_together>([1, 1, 1], shared, 0, draft);
                 run::<step::plan_decode>([1, 1, 1], 0, 0, plan);
             }
-            assert_eq!(counters.as_slice(), [0; 40]);
-            let proposed = of.draft_rows.as_slice()[0] as usize;
-            let words = of.words.as_slice().to_vec();
-            (report, of.history(), of.planned(), of.proposed.as_slice()[1.min(proposed)..proposed].to_vec(), words)
+            assert_eq!(counters.to_vec(), [0; 40]);
+            let proposed = of.draft_rows.to_vec()[0] as usize;
+            let words = of.words.to_vec();
+            (report, of.history(), of.planned(), of.proposed.to_vec()[1.min(proposed)..proposed].to_vec(), words)
         };
         let (found, expected) = (by_one(&one), by_one(&three));
         assert_eq!(found, expected, "case {case}");

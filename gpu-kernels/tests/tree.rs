@@ -144,17 +144,17 @@ impl World {
             max_length,
         };
         run::<tree::plan_tree>([1, 1, 1], 0, 0, plan);
-        assert_eq!(counters.as_slice(), [0; 40]);
+        assert_eq!(counters.to_vec(), [0; 40]);
     }
 
     fn planned(&self) -> Vec<(u32, u32)> {
-        let [count, tokens, positions, _] = self.columns.each_ref().map(Buffer::as_slice);
+        let [count, tokens, positions, _] = self.columns.each_ref().map(Buffer::to_vec);
         (0..count[0] as usize).map(|row| (tokens[row], positions[row])).collect()
     }
 
     fn paths(&self) -> Vec<Path> {
-        let count = self.columns[0].as_slice()[0] as usize;
-        self.paths.as_slice()[..count].iter().map(|&word| Path::from_word(word)).collect()
+        let count = self.columns[0].to_vec()[0] as usize;
+        self.paths.to_vec()[..count].iter().map(|&word| Path::from_word(word)).collect()
     }
 
     /// Accepts what comes after each row; gives what is reported.
@@ -178,7 +178,7 @@ impl World {
             first_row: 0,
         };
         run::<step::accept>([1, 1, 1], 0, 0, accept);
-        let report = self.ring.as_slice();
+        let report = self.ring.to_vec();
         report[Report::TOKENS..][..report[Report::COUNT] as usize].to_vec()
     }
 }
@@ -221,7 +221,7 @@ fn the_best_nodes_are_planned() {
         let by_model = found.iter().flatten().filter(|&&i| i < nodes.len() - drafted.rest.len()).count();
         let chained = drafted.passes.len() as u32;
         let told = DraftReport { by_model: by_model as u32, chained, wanted: 5, agreed: 3, behind: 300 };
-        assert_eq!(DraftReport::from_word(world.told.as_slice()[0]), told, "seed {seed}");
+        assert_eq!(DraftReport::from_word(world.told.to_vec()[0]), told, "seed {seed}");
     }
 }
 
@@ -276,7 +276,7 @@ fn the_path_that_is_right_is_accepted() {
             row = next.unwrap();
         };
         assert_eq!(world.accept(&after, stop, max_length as u32), expected, "seed {seed}");
-        let words = world.words.as_slice();
+        let words = world.words.to_vec();
         assert_eq!(words[SequenceState::LENGTH] as usize, 10 + expected.len());
         let word = u64::from(words[SequenceState::PATH]) | u64::from(words[SequenceState::PATH + 1]) << 32;
         assert_eq!(Path::from_word(word), path, "seed {seed}");

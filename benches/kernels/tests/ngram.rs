@@ -2,7 +2,7 @@
 
 use bench_kernels::ngram::{self as kernels, peers};
 use cuda_std::Kernel;
-use cuda_std::emulator::{Buffer, Launch, Report, launch};
+use cuda_std::emulator::{Buffer, Launch, Plain, Report, launch};
 use gpu_kernels::ngram::reference::{self, Batch, Drafts};
 use gpu_kernels::ngram::{self, NgramMatch, NgramMatchMixed, Sequences, Token};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 const UNTOUCHED: i32 = -77_777;
 
 /// A token type, made from small numbers that tests are written with.
-trait Id: Token + std::fmt::Debug + Send + Sync + 'static {
+trait Id: Token + Plain + std::fmt::Debug + Send + Sync + 'static {
     fn from_small(small: i32) -> Self;
     fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report;
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
@@ -373,7 +373,7 @@ impl<T: Id> Case<T> {
             if let (Operator::Plain, true) = (self.operator, with_peers) {
                 for (name, peer) in T::peers(self.batch as u32, plain) {
                     peer(seed + again);
-                    let got = Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() };
+                    let got = Outcome { rows: rows.to_vec(), drafts: drafts.to_vec() };
                     assert_eq!(got, self.expected(), "{name}, seed {}", seed + again);
                     rows.copy_from(&before.rows);
                     drafts.copy_from(&before.drafts);
@@ -397,15 +397,15 @@ impl<T: Id> Case<T> {
                     ..Launch::new(self.batch as u32, 32)
                 };
                 run(Some(&on));
-                let got = Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() };
+                let got = Outcome { rows: rows.to_vec(), drafts: drafts.to_vec() };
                 assert_eq!(got, self.expected(), "together, {} threads, seed {}", on.threads, on.seed);
-                assert!(ngram::is_ready(workspace.as_slice()), "the workspace was not put back");
+                assert!(ngram::is_ready(&workspace.to_vec()), "the workspace was not put back");
                 rows.copy_from(&before.rows);
                 drafts.copy_from(&before.drafts);
             }
             let report = run(None);
-            outcome = (Outcome { rows: rows.as_slice().to_vec(), drafts: drafts.as_slice().to_vec() }, report);
-            assert!(ngram::is_ready(workspace.as_slice()), "the workspace was not put back");
+            outcome = (Outcome { rows: rows.to_vec(), drafts: drafts.to_vec() }, report);
+            assert!(ngram::is_ready(&workspace.to_vec()), "the workspace was not put back");
             assert_eq!(outcome.0, self.expected(), "launch {again}, seed {}", seed + again);
         }
         outcome

@@ -4,7 +4,7 @@ use bench_kernels::token_copy::{
     self, GROUPED_THREADS, Index, MLA_RECORD_BYTES, NARROW_THREADS, PAGE_RECORD_BYTES, Pairs, Regions, SCAN_CHUNK,
     SCAN_SHARED_BYTES, SORT_THREADS, Scan, Sort, SortedCopy, THREADS, TokenCopy, UNIT_BYTES,
 };
-use cuda_std::emulator::{Buffer, Launch, launch};
+use cuda_std::emulator::{Buffer, Launch, Plain, launch};
 use cuda_std::{GlobalMut, Kernel};
 use proptest::prelude::*;
 
@@ -17,6 +17,9 @@ const UNMAPPED: i64 = -7;
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Unit([u8; 16]);
+
+// SAFETY: its 16 bytes are all of it.
+unsafe impl Plain for Unit {}
 
 fn units(bytes: &[u8]) -> Vec<Unit> {
     bytes.chunks_exact(16).map(|chunk| Unit(chunk.try_into().unwrap())).collect()
@@ -42,7 +45,7 @@ struct Outcome {
 }
 
 /// A case in the emulator's memory, with indices of type `I`.
-struct Memory<I: Copy> {
+struct Memory<I: Plain> {
     src: Buffer<Unit>,
     dst: Buffer<Unit>,
     map: Buffer<I>,
@@ -53,7 +56,7 @@ struct Memory<I: Copy> {
     regions: Regions<I>,
 }
 
-impl<I: Index + TryFrom<i64> + Into<i64>> Memory<I> {
+impl<I: Index + Plain + TryFrom<i64> + Into<i64>> Memory<I> {
     fn new(case: &Case) -> Self {
         let narrow = |record: i64| I::try_from(record).unwrap_or_else(|_| panic!("{record} is no index"));
         let src = Buffer::from_slice(&units(&case.source()));
@@ -81,9 +84,9 @@ impl<I: Index + TryFrom<i64> + Into<i64>> Memory<I> {
 
     fn outcome(&self) -> Outcome {
         Outcome {
-            destination: self.dst.as_slice().iter().flat_map(|unit| unit.0).collect(),
-            map: self.map.as_slice().iter().map(|&slot| slot.into()).collect(),
-            refused: self.refused.as_slice()[0],
+            destination: self.dst.to_vec().into_iter().flat_map(|unit| unit.0).collect(),
+            map: self.map.to_vec().into_iter().map(|slot| slot.into()).collect(),
+            refused: self.refused.to_vec()[0],
         }
     }
 }
@@ -137,7 +140,7 @@ impl Case {
     fn check<K, I>(&self, threads: u32)
     where
         K: Kernel<Params = TokenCopy<I>>,
-        I: Index + TryFrom<i64> + Into<i64>,
+        I: Index + Plain + TryFrom<i64> + Into<i64>,
     {
         let memory = Memory::<I>::new(self);
         run::<K>(self.launch(self.blocks, threads), TokenCopy { pairs: memory.pairs, regions: memory.regions });
@@ -150,7 +153,7 @@ impl Case {
         C: Kernel<Params = Sort<I>>,
         S: Kernel<Params = Sort<I>>,
         K: Kernel<Params = SortedCopy<I>>,
-        I: Index + TryFrom<i64> + Into<i64>,
+        I: Index + Plain + TryFrom<i64> + Into<i64>,
     {
         let memory = Memory::<I>::new(self);
         let keys = if by_destination { self.dst_records } else { self.src_records };
@@ -173,7 +176,7 @@ impl Case {
         run::<token_copy::token_copy_scan>(scan, Scan { counts: counts.ptr_mut(), total, chunks });
         run::<S>(self.launch(self.blocks, SORT_THREADS), sort);
 
-        let pairs: Vec<_> = sorted.as_slice()[..*counts.as_slice().last().unwrap() as usize].to_vec();
+        let pairs: Vec<_> = sorted.to_vec()[..*counts.to_vec().last().unwrap() as usize].to_vec();
         let mut found: Vec<_> = pairs.iter().map(|&pair| (pair as u32 as usize, (pair >> 32) as usize)).collect();
         let key = |pair: &(usize, usize)| (if by_destination { pair.1 } else { pair.0 }) >> shift;
         for two in found.windows(2) {
@@ -310,7 +313,7 @@ fn refuses_records_that_it_is_not_for() {
     run::<token_copy::token_copy_sorted_656_i32>(wide, copy);
     run::<token_copy::token_copy_sorted_i32>(wide, copy);
     run::<token_copy::token_copy_grouped_656_i32>(Launch::new(2, GROUPED_THREADS), copy);
-    assert!(memory.dst.as_slice().iter().all(|unit| unit.0 == [POISON; 16]));
+    assert!(memory.dst.to_vec().iter().all(|unit| unit.0 == [POISON; 16]));
     drop((memory.src, memory.src_index, memory.dst_index));
 }
 

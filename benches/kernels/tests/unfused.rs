@@ -36,7 +36,7 @@ proptest! {
         };
         run::<unfused::rms_norm>([1, rows as u32 + 1, 1], RmsNorm::SHARED_BYTES, seed, params);
         let want: Vec<f32> = x.chunks(dim).flat_map(|x| rms_norm(x, &weight, 1e-6)).map(|v| v as f32).collect();
-        prop_assert!(relative_error(widen(y.as_slice()), &want) < 1.0 / 256.0);
+        prop_assert!(relative_error(widen(&y.to_vec()), &want) < 1.0 / 256.0);
     }
 
     #[test]
@@ -61,6 +61,6 @@ proptest! {
         run::<unfused::silu_mul>([(n as u32).div_ceil(256), rows as u32 + 1, 1], 0, seed, params);
         let silu = |(&g, &u): (&f32, &f32)| (g as f64 / (1.0 + (-g as f64).exp()) * u as f64) as f32;
         let want: Vec<f32> = gate.iter().zip(&up).map(silu).collect();
-        prop_assert!(relative_error(widen(y.as_slice()), &want) < 1.0 / 200.0);
+        prop_assert!(relative_error(widen(&y.to_vec()), &want) < 1.0 / 200.0);
     }
 }

@@ -26,7 +26,7 @@
 //! let input = Buffer::from_slice(&[1.0f32; 64]);
 //! let output = Buffer::<f32>::new_poisoned(64);
 //! launch::<double>(&Launch::new(2, 32), Double { input: input.ptr(), output: output.ptr_mut() }).unwrap();
-//! assert_eq!(output.as_slice(), [2.0; 64]);
+//! assert_eq!(output.to_vec(), [2.0; 64]);
 //! ```
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(

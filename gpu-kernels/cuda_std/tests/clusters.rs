@@ -130,7 +130,7 @@ fn lanes_that_ended_are_not_waited_for() {
     for seed in 0..50 {
         let run = run::<one_that_stays>(Launch { seed, ..Launch::new(2, 64) }, 128);
         run.result.unwrap();
-        assert_eq!(run.output.as_slice()[32..], [[0; 32], [1; 32], [1; 32]].concat(), "seed {seed}");
+        assert_eq!(run.output.to_vec()[32..], [[0; 32], [1; 32], [1; 32]].concat(), "seed {seed}");
     }
 }
 

@@ -302,13 +302,12 @@ fn passes<G: Kernel<Params = Gemm>>() {
         let (memory, params) = memory();
         launch::<G>(&how(seed), params).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         let columns = (TILES * K) as usize;
-        for (i, found) in memory.c.as_slice().iter().enumerate() {
+        let [a, b] = [&memory.a, &memory.b].map(Buffer::to_vec);
+        for (i, found) in memory.c.to_vec().into_iter().enumerate() {
             let (thread, accumulator) = (i / 64, i % 64);
             let row = thread / 32 * 16 + thread % 32 / 4 + accumulator / 2 % 2 * 8;
             let column = accumulator / 4 * 8 + thread % 4 * 2 + accumulator % 2;
-            let products = (0..columns).map(|k| {
-                memory.a.as_slice()[row * columns + k].to_f32() * memory.b.as_slice()[column * columns + k].to_f32()
-            });
+            let products = (0..columns).map(|k| a[row * columns + k].to_f32() * b[column * columns + k].to_f32());
             let sum: f32 = products.sum();
             assert!((found - sum).abs() <= 0.02, "seed {seed}: {row}, {column}: {found} for {sum}");
         }

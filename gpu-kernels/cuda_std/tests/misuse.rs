@@ -4,7 +4,7 @@ mod common;
 
 use common::{Io, fails, run};
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::emulator::{Buffer, EmulatorError, Launch, launch};
+use cuda_std::emulator::{self, Buffer, EmulatorError, Launch, launch};
 use cuda_std::{Global, kernel, shared, thread, warp, wgmma};
 
 /// A kernel of one expression, whose safety is what the test is about.
@@ -232,6 +232,58 @@ fn impossible_launches_are_refused() {
     refused(ONE(20), "blocks of 20 lanes");
     refused(Launch::new(0, 32), "a grid of 0 blocks");
     refused(Launch { shared_bytes: 1 << 20, ..ONE(32) }, "1048576 bytes of shared memory");
+}
+
+broken!(
+    /// Writes a word, and has another thread launch a kernel that writes it too.
+    written_by_two, 32, |p| {
+        if thread::lane_id() == 0 {
+            p.output.store(0, 1);
+            beside(|| {
+                launch::<common_sum>(&ONE(32), p).unwrap_or_else(|error| panic!("{error}"));
+            });
+        }
+    }
+);
+broken!(
+    /// Writes a word that the host asks for.
+    written_and_copied, 32, |p| {
+        if thread::lane_id() == 0 {
+            p.output.store(0, 1);
+            beside(|| emulator::read(p.output.addr(), &mut [0; 4]));
+        }
+    }
+);
+broken!(
+    /// Reads a word that a launch of another thread reads, too.
+    read_by_two, 32, |p| {
+        let lane = thread::lane_id() as usize;
+        let word = p.input.load(lane);
+        if lane == 0 {
+            let output = Buffer::<u32>::new_poisoned(32);
+            beside(|| {
+                launch::<common_sum>(&ONE(32), Io { output: output.ptr_mut(), ..p }).unwrap();
+            });
+            assert_eq!(output.to_vec()[7], 7);
+        }
+        p.output.store(lane, word);
+    }
+);
+
+/// Does something on another thread, meanwhile.
+fn beside(does: impl FnOnce() + Send) {
+    if let Err(payload) = std::thread::scope(|scope| scope.spawn(does).join()) {
+        std::panic::resume_unwind(payload);
+    }
+}
+
+#[test]
+fn memory_that_another_thread_writes_is_not_used() {
+    fails::<written_by_two>(ONE(32), 64, &["buffer `output` ([u32; 64]) is used here while it is written elsewhere"]);
+    fails::<written_and_copied>(ONE(32), 64, &["buffer `output` ([u32; 64]) is used here while it is written"]);
+    let run = run::<read_by_two>(ONE(32), 64);
+    run.result.unwrap();
+    assert_eq!(run.output.to_vec()[..32], run.input.to_vec()[..32]);
 }
 
 #[test]

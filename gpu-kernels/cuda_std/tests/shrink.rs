@@ -92,7 +92,7 @@ pub unsafe fn lost_update(p: Io) {
 
 #[test]
 fn wrong_results_are_made_short_too() {
-    let lost = |buffers: &Buffers| buffers[2].as_slice()[0] == 1;
+    let lost = |buffers: &Buffers| buffers[2].to_vec()[0] == 1;
     let how = Launch::new(1, 64);
     let seed = rare::<lost_update>(how, |result, buffers| result.is_ok() && lost(buffers));
     let how = Launch { seed, ..how };

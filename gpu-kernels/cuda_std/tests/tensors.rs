@@ -26,13 +26,13 @@ fn a_product_of_tiles() {
     // Rows beyond the 50th of A are beyond its edge: zeros.
     let a = Buffer::from_slice(&(0..50 * 64).map(value).collect::<Vec<_>>());
     let b = Buffer::from_slice(&(0..128 * 64).map(|i| value(i + 5)).collect::<Vec<_>>());
+    let (of_a, of_b) = (a.to_vec(), b.to_vec());
     for seed in 0..20 {
         let c = Buffer::<bf16>::new_poisoned(60 * 64);
         run(&[map(&a, 50, 64), map(&b, 128, 128), map(&c, 60, 64)], seed).unwrap();
-        for (i, found) in c.as_slice().iter().enumerate() {
+        for (i, found) in c.to_vec().into_iter().enumerate() {
             let (row, column) = (i / 64, i % 64);
-            let products =
-                (0..64).map(|k| a.as_slice()[row.min(49) * 64 + k].to_f32() * b.as_slice()[column * 64 + k].to_f32());
+            let products = (0..64).map(|k| of_a[row.min(49) * 64 + k].to_f32() * of_b[column * 64 + k].to_f32());
             let sum: f32 = if row < 50 && column < 16 { products.sum() } else { 0.0 };
             assert!((found.to_f32() - sum).abs() <= sum.abs() / 128.0, "{row}, {column}: {found} for {sum}");
         }
@@ -53,7 +53,7 @@ fn a_product_of_core_matrices() {
         let out = Buffer::<u32>::new_poisoned(128 * 164);
         let params = Io { input: first.ptr().cast(), output: out.ptr_mut(), zeros: maps.ptr_mut().cast(), n: 0 };
         launch::<cores>(&Launch { shared_bytes: CORES_SHARED, seed, ..Launch::new(1, 128) }, params).unwrap();
-        for (lane, words) in out.as_slice().chunks(164).enumerate() {
+        for (lane, words) in out.to_vec().chunks(164).enumerate() {
             let (warp, group, pair) = (lane / 32, lane % 32 / 4, lane % 4 * 2);
             // What B has in column `column` of the sum's element `k`.
             let check = |words: &[u32], b: &dyn Fn(usize, usize) -> f32| {

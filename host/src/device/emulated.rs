@@ -97,35 +97,34 @@ impl Emulator {
         self.memory().remove(&address);
     }
 
-    /// # Safety
-    /// The range is within a live buffer.
-    pub(super) unsafe fn write(&self, to: u64, data: &[u8]) {
+    /// # Panics
+    /// If the range is not within a live buffer.
+    pub(super) fn write(&self, to: u64, data: &[u8]) {
         self.count(|calls| calls.copies += 1);
         let _turn = self.turn();
-        // SAFETY: the caller's word, and no launch is running: each has its turn.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to as *mut u8, data.len()) };
+        emulator::write(to, data);
     }
 
-    /// # Safety
+    /// # Panics
     /// As for [`write`](Self::write).
-    pub(super) unsafe fn read(&self, from: u64, out: &mut [u8]) {
+    pub(super) fn read(&self, from: u64, out: &mut [u8]) {
         self.count(|calls| {
             calls.copies += 1;
             calls.waits += 1;
         });
         let _turn = self.turn();
-        // SAFETY: as for `write`.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, out.as_mut_ptr(), out.len()) };
+        emulator::read(from, out);
     }
 
     /// Copies between two places.
     ///
-    /// # Safety
-    /// Both ranges are live.
-    pub(super) unsafe fn copy(&self, to: u64, from: u64, bytes: usize) {
+    /// # Panics
+    /// As for [`write`](Self::write), of either range.
+    pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
         let _turn = self.turn();
-        // SAFETY: the caller's word; device addresses are the host's.
-        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+        let mut copied = vec![0; bytes];
+        emulator::read(from, &mut copied);
+        emulator::write(to, &copied);
     }
 
     /// # Safety

@@ -479,8 +479,7 @@ impl<T: Pod> Buffer<T> {
             // SAFETY: within the buffer.
             DeviceKind::Cuda(cuda) => unsafe { cuda.write(to, bytes) },
             DeviceKind::Emulator(emulator) => {
-                // SAFETY: likewise.
-                unsafe { emulator.write(to, bytes) };
+                emulator.write(to, bytes);
                 Ok(())
             }
         }
@@ -521,8 +520,7 @@ impl<T: Pod> Buffer<T> {
             // SAFETY: within the buffer.
             DeviceKind::Cuda(cuda) => unsafe { cuda.read(from, bytes) },
             DeviceKind::Emulator(emulator) => {
-                // SAFETY: likewise.
-                unsafe { emulator.read(from, bytes) };
+                emulator.read(from, bytes);
                 Ok(())
             }
         }
@@ -558,8 +556,7 @@ impl<T: Pod> Buffer<T> {
             // SAFETY: all of the buffer.
             DeviceKind::Cuda(cuda) => unsafe { cuda.zero(self.address, bytes) },
             DeviceKind::Emulator(emulator) => {
-                // SAFETY: likewise.
-                unsafe { emulator.write(self.address, &vec![0; bytes]) };
+                emulator.write(self.address, &vec![0; bytes]);
                 Ok(())
             }
         }
@@ -613,8 +610,7 @@ impl Mapped {
             word.store(0, std::sync::atomic::Ordering::Release);
         }
         if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
-            // SAFETY: all of it.
-            unsafe { emulator.write(self.device, &vec![0; self.words * 4]) };
+            emulator.write(self.device, &vec![0; self.words * 4]);
         }
     }
 }

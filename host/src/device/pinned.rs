@@ -68,8 +68,7 @@ impl Device {
             // SAFETY: the caller's word.
             DeviceKind::Cuda(cuda) => unsafe { cuda.copy(to, from, bytes) },
             DeviceKind::Emulator(emulator) => {
-                // SAFETY: the caller's word.
-                unsafe { emulator.copy(to, from, bytes) };
+                emulator.copy(to, from, bytes);
                 Ok(())
             }
         }

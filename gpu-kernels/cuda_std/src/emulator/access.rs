@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::memory;
+use super::memory::{self, Hold};
 use super::race::Mode;
 use super::world::{Region, Released, SHARED_BASE, Site, State, World, fail, misuse, suspend, world};
 use crate::atomic::{Ordering, Scope};
@@ -38,7 +38,11 @@ impl World {
             return Ok(at - 1);
         }
         // Seen for the first time in this launch, or not there.
-        let memory = memory::find(address)?;
+        let memory = memory::find(address).map_err(|nearest| {
+            let null = if address < 4096 { " (null)" } else { "" };
+            format!("global address {address:#x}{null} is out of bounds: {nearest}")
+        })?;
+        let memory = Hold::read(memory)?;
         self.regions.insert(at, Region::new(memory.start() as u64, memory));
         self.last_region = at;
         Ok(at)
@@ -58,10 +62,7 @@ impl World {
     pub fn locate(&mut self, address: Address, len: usize, align: usize) -> Result<Landing, String> {
         let (region, start) = match address {
             Address::Global(address) => {
-                let region = self.region_of(address).map_err(|nearest| {
-                    let null = if address < 4096 { " (null)" } else { "" };
-                    format!("global address {address:#x}{null} is out of bounds: {nearest}")
-                })?;
+                let region = self.region_of(address)?;
                 (region, (address - self.regions[region].start) as usize)
             }
             Address::Shared(offset) | Address::SharedOf(_, offset) => {
@@ -105,6 +106,12 @@ impl World {
         let lane = self.current;
         let Self { regions, blocks, lanes, report, .. } = self;
         let region = if global { &mut regions[landing.region] } else { &mut blocks[landing.region].shared };
+        if mode.writes()
+            && !region.memory.writes()
+            && let Err(busy) = region.memory.begin_to_write()
+        {
+            misuse(site, busy);
+        }
         let map = &region.memory.initialised;
         // Races first: what is not yet initialised is often just not yet initialised.
         let raced = region.shadow.access(landing.bytes.clone(), mode, &lanes[lane].clock, site);

@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::rc::Rc;
 
 use super::clock::{Base, Clock, Counts, Name, join_all};
-use super::memory::{Buffer, find};
+use super::memory::{Buffer, Hold, find, read, write};
 use super::race::{Mode, Past, Shadow};
 
 fn here() -> &'static Location<'static> {
@@ -88,7 +88,7 @@ fn what_is_read_as_constant_is_never_written() {
 fn memory_is_found_by_every_address_of_it_and_by_none_beyond() {
     let buffer = Buffer::from_slice(&[1u32, 2, 3]).named("three");
     let start = buffer.ptr().addr();
-    assert_eq!(buffer.as_slice(), [1, 2, 3]);
+    assert_eq!(buffer.to_vec(), [1, 2, 3]);
     let allocation = find(start + 11).unwrap();
     assert_eq!((allocation.start() as u64, allocation.len()), (start, 12));
     assert_eq!(find(start + 12).unwrap_err(), "0 bytes past the end of buffer `three` ([u32; 3])");
@@ -106,8 +106,73 @@ fn every_byte_is_known_to_be_written_or_not() {
     assert!(initialised.covers(3..37) && !initialised.covers(2..4) && !initialised.covers(36..38));
     buffer.copy_from(&[7; 100]);
     assert!(initialised.covers(0..100));
-    assert_eq!(buffer.as_slice(), [7; 100]);
+    assert_eq!(buffer.to_vec(), [7; 100]);
     buffer.poison();
     assert!((0..100).all(|byte| !initialised.covers(byte..byte + 1)));
-    assert_eq!(Buffer::zeroed(5).as_slice(), [0; 5]);
+    assert_eq!(buffer.to_vec(), [0xff; 100]);
+    assert_eq!(Buffer::zeroed(5).to_vec(), [0; 5]);
+}
+
+#[test]
+fn bytes_are_copied_by_their_address() {
+    let buffer = Buffer::<u16>::new_poisoned(4);
+    let start = buffer.ptr().addr();
+    write(start + 2, &[1, 0, 2, 0]);
+    assert_eq!(buffer.to_vec(), [0xffff, 1, 2, 0xffff]);
+    let initialised = &find(start).unwrap().initialised;
+    assert!(initialised.covers(2..6) && !initialised.covers(1..2) && !initialised.covers(6..7));
+    let mut out = [0; 3];
+    read(start + 4, &mut out);
+    assert_eq!(out, [2, 0, 0xff]);
+    // Nothing may lie anywhere.
+    read(1, &mut []);
+    write(start + 8, &[]);
+}
+
+#[test]
+#[should_panic(expected = "5 bytes from byte 4 of buffer [u16; 4] on are out of bounds")]
+fn bytes_beyond_a_buffer_are_not_copied() {
+    let buffer = Buffer::<u16>::new_poisoned(4);
+    write(buffer.ptr().addr() + 4, &[0; 5]);
+}
+
+#[test]
+fn several_read_and_who_writes_is_alone() {
+    let buffer = Buffer::from_slice(&[1u32, 2]).named("two");
+    let allocation = || find(buffer.ptr().addr()).unwrap();
+    let mut first = Hold::read(allocation()).unwrap();
+    let second = Hold::read(allocation()).unwrap();
+    assert_eq!(buffer.to_vec(), [1, 2]);
+    let busy = "buffer `two` ([u32; 2]) is written here while it is used elsewhere";
+    assert_eq!(first.begin_to_write().unwrap_err(), busy);
+    assert_eq!(Hold::write(allocation()).unwrap_err(), busy);
+    drop(second);
+    first.begin_to_write().unwrap();
+    first.begin_to_write().unwrap();
+    let busy = "buffer `two` ([u32; 2]) is used here while it is written elsewhere";
+    assert_eq!(Hold::read(allocation()).unwrap_err(), busy);
+    assert_eq!(Hold::write(allocation()).unwrap_err(), busy);
+    drop(first);
+    assert!(Hold::write(allocation()).is_ok() && Hold::write(allocation()).is_ok());
+}
+
+#[test]
+fn threads_that_hold_a_buffer_hand_it_on() {
+    let buffer = Buffer::from_slice(&[0u32]);
+    let address = buffer.ptr().addr();
+    let add = || {
+        for _ in 0..20 {
+            let mut hold = loop {
+                match Hold::write(find(address).unwrap()) {
+                    Ok(hold) => break hold,
+                    Err(_) => std::thread::yield_now(),
+                }
+            };
+            hold.begin_to_write().unwrap();
+            // SAFETY: the buffer's word, held.
+            unsafe { *hold.start().cast::<u32>() += 1 };
+        }
+    };
+    std::thread::scope(|scope| [0; 2].map(|_| scope.spawn(add)).map(|thread| thread.join().unwrap()));
+    assert_eq!(buffer.to_vec(), [40]);
 }

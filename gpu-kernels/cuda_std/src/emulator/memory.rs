@@ -1,14 +1,15 @@
-//! Device memory: buffers, the process-wide registry of them, and which of their bytes are initialised.
+//! Device memory: buffers, the process-wide registry of them, which of their bytes are initialised, and who uses them.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::any::type_name;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
-use std::ops::Range;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::ops::{Deref, Range};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
 
-use crate::{Global, GlobalMut};
+use crate::tensor::TensorMap;
+use crate::{Global, GlobalMut, bf16, f16};
 
 /// Between buffers lie at least twice as many bytes of nobody, so that running over an end is noticed.
 const ALIGNMENT: usize = 256;
@@ -69,10 +70,14 @@ pub struct Allocation {
     label: OnceLock<&'static str>,
     contents: String,
     pub initialised: Initialised,
+    /// How many [`Hold`]s there are that read, or [`WRITER`].
+    users: AtomicUsize,
 }
 
-// SAFETY: the bytes are only used through raw pointers, by launches and by the owner of the buffer; that two of these
-// do not write at once is the contract of `Buffer`, as it is that of a GPU's memory.
+/// One hold that writes.
+const WRITER: usize = usize::MAX;
+
+// SAFETY: once an allocation is shared, its bytes are used only by who has a `Hold` of it, and who writes is alone.
 unsafe impl Send for Allocation {}
 // SAFETY: as above.
 unsafe impl Sync for Allocation {}
@@ -89,7 +94,8 @@ impl Allocation {
         let start = unsafe { raw.add(ALIGNMENT) };
         // SAFETY: `len` bytes from there are as well.
         unsafe { start.write_bytes(POISON, len) };
-        Self { start, len, label: OnceLock::new(), contents, initialised: Initialised::new(len, initialised) }
+        let initialised = Initialised::new(len, initialised);
+        Self { start, len, label: OnceLock::new(), contents, initialised, users: AtomicUsize::new(0) }
     }
 
     /// A margin, the bytes, a margin.
@@ -114,19 +120,87 @@ impl Allocation {
             None => format!("buffer {}", self.contents),
         }
     }
-
-    /// As if new.
-    pub fn poison(&self) {
-        // SAFETY: the bytes are this allocation's.
-        unsafe { self.start.write_bytes(POISON, self.len) };
-        self.initialised.clear();
-    }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
         // SAFETY: as it was allocated.
         unsafe { dealloc(self.start.sub(ALIGNMENT), Self::layout(self.len)) }
+    }
+}
+
+/// The right to read the bytes of an allocation, or to write them too, until it is dropped.
+///
+/// Several may read at once; who writes is alone. A launch holds whatever it uses until its end, and the host what it
+/// copies: addresses are plain numbers, so nothing else keeps two threads from a data race. Nobody waits for a hold:
+/// two launches might wait for each other; and what nothing orders is a mistake, as it is among lanes.
+#[derive(Debug)]
+pub struct Hold {
+    allocation: Arc<Allocation>,
+    writes: bool,
+}
+
+impl Hold {
+    /// To read, or what is in the way.
+    pub fn read(allocation: Arc<Allocation>) -> Result<Self, String> {
+        // One more, unless somebody writes.
+        let more = |users: usize| users.checked_add(1);
+        match allocation.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, more) {
+            Ok(_) => Ok(Self { allocation, writes: false }),
+            Err(_) => Err(format!("{} is used here while it is written elsewhere", allocation.name())),
+        }
+    }
+
+    /// To read and write, or what is in the way.
+    pub fn write(allocation: Arc<Allocation>) -> Result<Self, String> {
+        let mut hold = Self::read(allocation)?;
+        hold.begin_to_write().map(|()| hold)
+    }
+
+    #[inline]
+    pub fn writes(&self) -> bool {
+        self.writes
+    }
+
+    /// Has a hold write as well; if others read, it says so.
+    #[cold]
+    pub fn begin_to_write(&mut self) -> Result<(), String> {
+        // The one user is this.
+        if !self.writes && self.users.compare_exchange(1, WRITER, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return Err(format!("{} is written here while it is used elsewhere", self.name()));
+        }
+        self.writes = true;
+        Ok(())
+    }
+
+    /// Makes the bytes as if new.
+    ///
+    /// # Panics
+    /// If the hold does not write.
+    pub fn poison(&mut self) {
+        assert!(self.writes, "a hold that writes");
+        // SAFETY: the bytes are the allocation's, and nobody else uses them.
+        unsafe { self.start.write_bytes(POISON, self.len) };
+        self.initialised.clear();
+    }
+}
+
+impl Deref for Hold {
+    type Target = Allocation;
+
+    #[inline]
+    fn deref(&self) -> &Allocation {
+        &self.allocation
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.writes {
+            self.users.store(0, Ordering::Release);
+        } else {
+            self.users.fetch_sub(1, Ordering::Release);
+        }
     }
 }
 
@@ -150,12 +224,72 @@ pub fn find(address: u64) -> Result<Arc<Allocation>, String> {
     }
 }
 
+/// The live allocation that holds all of these bytes, and the first one's place in it.
+fn find_all(address: u64, len: usize) -> (Arc<Allocation>, usize) {
+    let allocation = find(address).unwrap_or_else(|nearest| panic!("address {address:#x} is out of bounds: {nearest}"));
+    let start = (address - allocation.start as u64) as usize;
+    let room = allocation.len - start;
+    assert!(len <= room, "{len} bytes from byte {start} of {} on are out of bounds", allocation.name());
+    (allocation, start)
+}
+
+/// Copies the bytes from an address of device memory on to the host; those that nobody has written are 0xff.
+///
+/// # Panics
+/// If they are not all in one live buffer, or it is written meanwhile: by a launch on another thread, for one.
+pub fn read(from: u64, out: &mut [u8]) {
+    if out.is_empty() {
+        return;
+    }
+    let (allocation, start) = find_all(from, out.len());
+    let hold = Hold::read(allocation).unwrap_or_else(|busy| panic!("{busy}"));
+    // SAFETY: the bytes are there and set, nobody writes them while they are held, and `out` is elsewhere.
+    unsafe { out.as_mut_ptr().copy_from_nonoverlapping(hold.start.add(start), out.len()) };
+}
+
+/// Copies bytes from the host to an address of device memory.
+///
+/// # Panics
+/// If they do not all fit in one live buffer, or it is used meanwhile: by a launch on another thread, for one.
+pub fn write(to: u64, data: &[u8]) {
+    if data.is_empty() {
+        return;
+    }
+    let (allocation, start) = find_all(to, data.len());
+    let hold = Hold::write(allocation).unwrap_or_else(|busy| panic!("{busy}"));
+    // SAFETY: there is room, nobody else uses it while it is held, and `data` is elsewhere.
+    unsafe { hold.start.add(start).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
+    hold.initialised.add(start..start + data.len());
+}
+
+/// What a [`Buffer`] is made of: types of which the host can take whatever bytes a kernel left, and those that nobody
+/// wrote.
+///
+/// # Safety
+/// Any bytes are a value of the type, and none of its bytes is padding.
+pub unsafe trait Plain: Copy {}
+
+macro_rules! plain {
+    ($($number:ident)*) => { $(
+        // SAFETY: any bits are a number, and there are no others.
+        unsafe impl Plain for $number {}
+    )* };
+}
+
+plain!(u8 u16 u32 u64 i8 i16 i32 i64 f32 f64 bf16 f16);
+
+// SAFETY: 128 bytes of numbers, and twice the alignment.
+unsafe impl Plain for TensorMap {}
+
+// SAFETY: one element lies right behind another.
+unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
+
 /// Device memory of the emulator: `len` elements, aligned to 256 bytes, that any launch of the process can use.
 ///
-/// As on a GPU, nothing but care keeps the host from reading or writing a buffer while a launch on another thread uses
-/// it.
+/// What is used must not be written elsewhere meanwhile. So a launch is stopped, and a copy of the host's panics, that
+/// uses a buffer which a launch on another thread has written and not ended, or that would write one which is in use.
 #[derive(Debug)]
-pub struct Buffer<T: Copy> {
+pub struct Buffer<T: Plain> {
     allocation: Arc<Allocation>,
     elements: PhantomData<T>,
 }
@@ -164,17 +298,23 @@ impl Buffer<u8> {
     /// Bytes that are all zero.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
-        let buffer = Self::new(len, true);
-        // SAFETY: the buffer has as many bytes.
-        unsafe { buffer.allocation.start.write_bytes(0, len) };
-        buffer
+        let allocation = Self::allocate(len, true);
+        // SAFETY: there are as many bytes, and nobody else knows of them yet.
+        unsafe { allocation.start.write_bytes(0, len) };
+        Self::share(allocation)
     }
 }
 
-impl<T: Copy> Buffer<T> {
-    fn new(len: usize, initialised: bool) -> Self {
-        let contents = format!("[{}; {len}]", type_name::<T>());
-        let allocation = Arc::new(Allocation::new(len * size_of::<T>(), initialised, contents));
+impl<T: Plain> Buffer<T> {
+    fn allocate(len: usize, initialised: bool) -> Allocation {
+        const { assert!(size_of::<T>() > 0 && align_of::<T>() <= ALIGNMENT, "elements that a buffer can hold") };
+        let bytes = len.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
+        Allocation::new(bytes, initialised, format!("[{}; {len}]", type_name::<T>()))
+    }
+
+    /// Has launches find it.
+    fn share(allocation: Allocation) -> Self {
+        let allocation = Arc::new(allocation);
         registry().insert(allocation.start as u64, allocation.clone());
         Self { allocation, elements: PhantomData }
     }
@@ -182,15 +322,16 @@ impl<T: Copy> Buffer<T> {
     /// Elements nobody has written: a kernel that reads them is stopped. Their bytes are 0xff.
     #[must_use]
     pub fn new_poisoned(len: usize) -> Self {
-        Self::new(len, false)
+        Self::share(Self::allocate(len, false))
     }
 
     /// A copy of the elements.
     #[must_use]
     pub fn from_slice(elements: &[T]) -> Self {
-        let buffer = Self::new(elements.len(), true);
-        buffer.write(elements);
-        buffer
+        let allocation = Self::allocate(elements.len(), true);
+        // SAFETY: there is room for as many elements, and nobody else knows of it yet.
+        unsafe { allocation.start.cast::<T>().copy_from_nonoverlapping(elements.as_ptr(), elements.len()) };
+        Self::share(allocation)
     }
 
     /// The name by which errors call the buffer, before its type and length.
@@ -199,14 +340,6 @@ impl<T: Copy> Buffer<T> {
         // Already named: the first name stays.
         let _ = self.allocation.label.set(label);
         self
-    }
-
-    fn write(&self, elements: &[T]) {
-        assert_eq!(elements.len(), self.len(), "as many elements as the buffer has");
-        let destination = self.allocation.start.cast::<T>();
-        // SAFETY: the buffer holds as many elements, and a slice elsewhere does not overlap it.
-        unsafe { destination.copy_from_nonoverlapping(elements.as_ptr(), elements.len()) };
-        self.allocation.initialised.add(0..self.allocation.len);
     }
 
     /// How many elements there are.
@@ -221,24 +354,40 @@ impl<T: Copy> Buffer<T> {
         self.len() == 0
     }
 
-    /// The elements; those that nobody has written are made of 0xff bytes.
+    fn hold(&self, hold: impl FnOnce(Arc<Allocation>) -> Result<Hold, String>) -> Hold {
+        hold(self.allocation.clone()).unwrap_or_else(|busy| panic!("{busy}"))
+    }
+
+    /// A copy of the elements; those that nobody has written are made of 0xff bytes.
+    ///
+    /// # Panics
+    /// If a launch on another thread writes them.
     #[must_use]
-    pub fn as_slice(&self) -> &[T] {
-        // SAFETY: the buffer holds this many elements, whose bytes are all set.
-        unsafe { std::slice::from_raw_parts(self.allocation.start.cast(), self.len()) }
+    pub fn to_vec(&self) -> Vec<T> {
+        let hold = self.hold(Hold::read);
+        // SAFETY: the buffer has as many elements; its bytes are all set, and any bytes are elements; while they are
+        // held, nobody writes them.
+        unsafe { std::slice::from_raw_parts(hold.start.cast::<T>(), self.len()) }.to_vec()
     }
 
     /// Overwrites all elements.
     ///
     /// # Panics
-    /// If there are more or fewer.
+    /// If there are more or fewer, or a launch on another thread uses them.
     pub fn copy_from(&mut self, elements: &[T]) {
-        self.write(elements);
+        assert_eq!(elements.len(), self.len(), "as many elements as the buffer has");
+        let hold = self.hold(Hold::write);
+        // SAFETY: the buffer has as many elements, and nobody else uses them while they are held.
+        unsafe { hold.start.cast::<T>().copy_from_nonoverlapping(elements.as_ptr(), elements.len()) };
+        hold.initialised.add(0..hold.len);
     }
 
     /// Forgets the contents, as after [`new_poisoned`](Self::new_poisoned).
+    ///
+    /// # Panics
+    /// If a launch on another thread uses them.
     pub fn poison(&mut self) {
-        self.allocation.poison();
+        self.hold(Hold::write).poison();
     }
 
     /// The address, for kernels that read.
@@ -256,7 +405,7 @@ impl<T: Copy> Buffer<T> {
     }
 }
 
-impl<T: Copy> Drop for Buffer<T> {
+impl<T: Plain> Drop for Buffer<T> {
     fn drop(&mut self) {
         registry().remove(&(self.allocation.start as u64));
     }

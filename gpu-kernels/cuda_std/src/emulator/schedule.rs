@@ -14,7 +14,7 @@ use super::clock::Base;
 use super::collective::{self, Warp};
 use super::copies::{self, Groups};
 use super::error::EmulatorError;
-use super::memory::Allocation;
+use super::memory::{Allocation, Hold};
 use super::order::Order;
 use super::stack::LaneStack;
 use super::wgmma::Wgmmas;
@@ -68,6 +68,7 @@ impl World {
         for slot in 0..resident as usize {
             let name = "shared memory".to_string();
             let memory = Arc::new(Allocation::new(launch.shared_bytes as usize, false, name));
+            let memory = Hold::write(memory).expect("nobody else knows of it");
             world.blocks.push(Block {
                 index: [0; 3],
                 linear: 0,

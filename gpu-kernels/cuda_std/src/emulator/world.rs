@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::ptr;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use corosensei::{Coroutine, Yielder};
 
@@ -13,7 +12,7 @@ use super::clock::{Base, Clock, Counts, Name};
 use super::collective::{Collective, NamedBarrier, PLACES, Warp};
 use super::copies::{Flight, Groups, Mbarrier};
 use super::error::{self, Access, EmulatorError};
-use super::memory::Allocation;
+use super::memory::Hold;
 use super::order::{Moment, Order};
 use super::race::{Mode, Past, Shadow};
 use super::stack::LaneStack;
@@ -94,12 +93,13 @@ pub struct Block {
 pub struct Region {
     /// The device's address of the first byte.
     pub start: u64,
-    pub memory: Arc<Allocation>,
+    /// Held until the launch ends.
+    pub memory: Hold,
     pub shadow: Shadow,
 }
 
 impl Region {
-    pub fn new(start: u64, memory: Arc<Allocation>) -> Self {
+    pub fn new(start: u64, memory: Hold) -> Self {
         let shadow = Shadow::new(memory.len());
         Self { start, memory, shadow }
     }
