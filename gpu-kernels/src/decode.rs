@@ -40,6 +40,8 @@ mod consumer;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod e4m3;
 mod exchange;
+#[cfg(not(target_arch = "nvptx64"))]
+mod formats;
 mod heads;
 mod kernels;
 mod problem;
@@ -75,6 +77,8 @@ pub(crate) use consumer::OfCodes;
 pub(crate) use consumer::{OfFragments, Products};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use formats::{DecodeKernels, Short};
 pub use kernels::*;
 use problem::Problem;
 use producer::{Units, produce};

@@ -11,8 +11,8 @@
 //! | [`quantized`] int4 | 4.25 | codes, scales and zeros |
 //!
 //! To add one: a type here that implements [`WeightFormat`], and [`FragmentFormat`] if it becomes fragments (and
-//! `BatchedFormat` for steps of many sequences), a kernel that makes it, and a line for each kernel that is to read
-//! it.
+//! `BatchedFormat` for steps of many sequences), a kernel that makes it, a line for each kernel that is to read it, and
+//! one that lists these.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, and its weights are as that says. A whole warp calls what is unsafe here, each
@@ -33,9 +33,10 @@ use cuda_std::{Global, bf16, bulk, mma, thread, warp};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub(crate) use batched::{BatchedFormat, CodedFormat, LoadedFormat, PairedFormat, StageSources, put_fragments};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub(crate) use e4m3::E4m3;
+pub use e4m3::E4m3;
 pub use lossless::Lossless;
-pub(crate) use quantized::{Fp8, Int4, Quantized};
+pub use quantized::Quantized;
+pub(crate) use quantized::{Fp8, Int4};
 
 use crate::decode::{DecodeStep, OfFragments, Products};
 use crate::linear::K_PARTIALS;
@@ -106,7 +107,7 @@ pub(crate) trait FragmentFormat: WeightFormat {
 
 /// bf16, as core matrices.
 #[derive(Clone, Copy)]
-pub(crate) struct Plain;
+pub struct Plain;
 
 impl WeightFormat for Plain {
     type Products = OfFragments;

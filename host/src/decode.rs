@@ -2,14 +2,13 @@
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::attention::SPLIT;
-use gpu_kernels::decode::{self, DecodeStep};
+use gpu_kernels::decode::{self, DecodeKernels, DecodeStep, SHARED_BYTES, SHORT_SHARED_BYTES, Short};
 use gpu_kernels::e4m3;
 use gpu_kernels::exchange::Exchange;
 use gpu_kernels::kv::PAGE_TOKENS;
-use gpu_kernels::weights::Lossless;
+use gpu_kernels::weights;
 use half::bf16;
 use model::Config;
-use model::format::Code;
 use model::plan::{Attention, Epilogue, Input, LayerPlan, Matrix, Operator};
 
 use crate::Error;
@@ -17,7 +16,7 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::StepInputs;
 use crate::forward::RowsOf;
-use crate::quantized::Coding;
+use crate::quantized::{Coding, by_code};
 use crate::weights::{Compact, DeviceWeights};
 
 /// What a step in one launch reads and writes beside what all passes do.
@@ -57,9 +56,9 @@ enum Rows {
     /// More of these.
     Sequences,
     /// More than 8 that follow each other, where the context is long.
-    ManyWgmma,
+    ManyLong,
     /// A tree, likewise.
-    TreeWgmma,
+    TreeLong,
 }
 
 /// The weights that a step reads.
@@ -67,7 +66,7 @@ enum StepWeights {
     /// The stream.
     Plain,
     /// Packed without loss.
-    Lossless(Lossless),
+    Lossless(weights::Lossless),
     /// The codes of the layers' matrices, and the chunk of the stream at which the head begins.
     Quantized(Coding, Global<u8>, u64),
     /// Codes that are multiplied, and where the head begins, likewise.
@@ -85,6 +84,38 @@ impl StepWeights {
             Compact::E4m3(codes) => Self::E4m3(codes.weights(), StepInputs::new(device, config)?, head),
         })
     }
+}
+
+/// An expression with the format of the weights, as kernels have it; those with a short ring are other ones.
+macro_rules! by_format {
+    ($weights:expr, $has_short_ring:expr, $format:ident => $what:expr) => {
+        match ($weights, $has_short_ring) {
+            (StepWeights::Plain, false) => {
+                type $format = weights::Plain;
+                $what
+            }
+            (StepWeights::Plain, true) => {
+                type $format = Short<weights::Plain>;
+                $what
+            }
+            (StepWeights::Lossless(..), _) => {
+                type $format = weights::Lossless;
+                $what
+            }
+            (StepWeights::E4m3(..), _) => {
+                type $format = weights::E4m3;
+                $what
+            }
+            (StepWeights::Quantized(coding, ..), false) => by_code!(coding, C => {
+                type $format = weights::Quantized<C>;
+                $what
+            }),
+            (StepWeights::Quantized(coding, ..), true) => by_code!(coding, C => {
+                type $format = Short<weights::Quantized<C>>;
+                $what
+            }),
+        }
+    };
 }
 
 impl Decode {
@@ -124,7 +155,7 @@ impl Decode {
         // The longest context that there is room for.
         let splits = cache.pages().div_ceil((SPLIT / PAGE_TOKENS) as usize) as u32;
         let has_wgmma_attention = device.capabilities().wgmma
-            && matches!(step_weights, StepWeights::Plain | StepWeights::Lossless(..))
+            && by_format!(&step_weights, has_short_ring, F => <F as DecodeKernels>::HAS_LONG)
             && DecodeStep::is_long(kv_heads, splits, grid);
         Ok(Some(Self {
             weights: step_weights,
@@ -221,8 +252,8 @@ impl Decode {
         // How many rows of one sequence there are, the device alone knows, and how long their context is: of these
         // kernels one finds something to do.
         let by_wgmma = match several {
-            Some(Rows::Many) => Some(Rows::ManyWgmma),
-            Some(Rows::Tree) => Some(Rows::TreeWgmma),
+            Some(Rows::Many) => Some(Rows::ManyLong),
+            Some(Rows::Tree) => Some(Rows::TreeLong),
             _ => None,
         };
         let by_wgmma = by_wgmma.filter(|_| self.has_wgmma_attention);
@@ -241,78 +272,32 @@ impl Decode {
     /// # Safety
     /// As for [`enqueue`](Self::enqueue), with all that is in `step`.
     unsafe fn launch(&self, device: &Device, rows: Rows, step: DecodeStep) -> Result<(), Error> {
-        use decode::*;
+        // SAFETY: the caller's word.
+        unsafe { by_format!(&self.weights, self.has_short_ring, F => self.launch_of::<F>(device, rows, step)) }
+    }
+
+    /// Enqueues a format's kernel for such rows.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch); the weights have this format.
+    unsafe fn launch_of<F: DecodeKernels>(&self, device: &Device, rows: Rows, step: DecodeStep) -> Result<(), Error> {
         let shared_bytes = if self.has_short_ring { SHORT_SHARED_BYTES } else { SHARED_BYTES };
         macro_rules! launch {
-            ($kernel:ty) => {
-                device.launch_cooperative::<$kernel>(self.grid, shared_bytes, step)
-            };
-        }
-        // A format's kernels, in the order of `Rows`.
-        macro_rules! of_format {
-            ($one:ty, $few:ty, $many:ty, $tree:ty, $few_sequences:ty, $sequences:ty) => {
-                match rows {
-                    Rows::One => launch!($one),
-                    Rows::Few => launch!($few),
-                    Rows::Many => launch!($many),
-                    Rows::Tree => launch!($tree),
-                    Rows::FewSequences => launch!($few_sequences),
-                    Rows::Sequences => launch!($sequences),
-                    Rows::ManyWgmma | Rows::TreeWgmma => unreachable!("a format without such a kernel"),
-                }
-            };
-        }
-        // Those with a short ring, which have any number of rows.
-        macro_rules! of_short {
-            ($chain:ty, $tree:ty, $sequences:ty) => {
-                of_format!($chain, $chain, $chain, $tree, $sequences, $sequences)
+            ($kernel:ident) => {
+                device.launch_cooperative::<F::$kernel>(self.grid, shared_bytes, step)
             };
         }
         // SAFETY: the caller's word.
         unsafe {
-            if self.has_short_ring {
-                return match &self.weights {
-                    StepWeights::Plain => of_short!(decode_short, decode_tree_short, decode_sequences_short),
-                    StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..) => {
-                        of_short!(decode_short_fp8, decode_tree_short_fp8, decode_sequences_short_fp8)
-                    }
-                    StepWeights::Quantized(Coding { code: Code::Int4, is_fine: false, .. }, ..) => {
-                        of_short!(decode_short_int4, decode_tree_short_int4, decode_sequences_short_int4)
-                    }
-                    StepWeights::Quantized(Coding { code: Code::Int4, is_fine: true, .. }, ..) => {
-                        of_short!(decode_short_int4_f16, decode_tree_short_int4_f16, decode_sequences_short_int4_f16)
-                    }
-                    StepWeights::Lossless(..) | StepWeights::E4m3(..) => unreachable!("a format without such a kernel"),
-                };
-            }
-            match (&self.weights, rows) {
-                (StepWeights::Plain, Rows::ManyWgmma) => launch!(decode_16_wgmma),
-                (StepWeights::Lossless(..), Rows::ManyWgmma) => launch!(decode_16_wgmma_lossless),
-                (StepWeights::Plain, Rows::TreeWgmma) => launch!(decode_tree_wgmma),
-                (StepWeights::Lossless(..), Rows::TreeWgmma) => launch!(decode_tree_wgmma_lossless),
-                (StepWeights::Plain, _) => of_format! {
-                    decode_1, decode_8, decode_16, decode_tree, decode_8_sequences, decode_16_sequences
-                },
-                (StepWeights::Lossless(..), _) => of_format! {
-                    decode_1_lossless, decode_8_lossless, decode_16_lossless, decode_tree_lossless,
-                    decode_8_sequences_lossless, decode_16_sequences_lossless
-                },
-                (StepWeights::E4m3(..), _) => of_format! {
-                    decode_1_e4m3, decode_16_e4m3, decode_16_e4m3, decode_tree_e4m3,
-                    decode_16_sequences_e4m3, decode_16_sequences_e4m3
-                },
-                (StepWeights::Quantized(Coding { code: Code::E4m3, .. }, ..), _) => of_format! {
-                    decode_1_fp8, decode_8_fp8, decode_16_fp8, decode_tree_fp8,
-                    decode_8_sequences_fp8, decode_16_sequences_fp8
-                },
-                (StepWeights::Quantized(Coding { code: Code::Int4, is_fine: false, .. }, ..), _) => of_format! {
-                    decode_1_int4, decode_8_int4, decode_16_int4, decode_tree_int4,
-                    decode_8_sequences_int4, decode_16_sequences_int4
-                },
-                (StepWeights::Quantized(Coding { code: Code::Int4, is_fine: true, .. }, ..), _) => of_format! {
-                    decode_1_int4_f16, decode_8_int4_f16, decode_16_int4_f16, decode_tree_int4_f16,
-                    decode_8_sequences_int4_f16, decode_16_sequences_int4_f16
-                },
+            match rows {
+                Rows::One => launch!(One),
+                Rows::Few => launch!(Few),
+                Rows::Many => launch!(Many),
+                Rows::Tree => launch!(Tree),
+                Rows::FewSequences => launch!(FewSequences),
+                Rows::Sequences => launch!(Sequences),
+                Rows::ManyLong => launch!(ManyLong),
+                Rows::TreeLong => launch!(TreeLong),
             }
         }
     }

@@ -14,7 +14,7 @@ use cuda_std::Global;
 use cuda_std::tensor::Array;
 use gpu_kernels::linear::N_TILE;
 use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER};
-use gpu_kernels::weights::quantized::{self, Dequantize, GROUP, GROUPS, Quantize, Scale};
+use gpu_kernels::weights::quantized::{CodeKernels, Dequantize, GROUP, GROUPS, Quantize, Scale};
 use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
 use model::plan::Matrix;
@@ -36,21 +36,21 @@ pub struct Coding {
     pub in_blocks: bool,
 }
 
-/// An expression with a type of a module that depends on the codes: FP8, int4, or int4 whose scales have two parts.
+/// An expression with the type of the codes, as kernels have it.
 macro_rules! by_code {
-    ($coding:expr, $of:ident in $module:ident: $fp8:ty, $int4:ty, $int4_f16:ty => $what:expr) => {{
-        use $module::*;
+    ($coding:expr, $code:ident => $what:expr) => {{
+        use gpu_kernels::weights::quantized;
         match $coding {
             $crate::quantized::Coding { code: model::format::Code::E4m3, .. } => {
-                type $of = $fp8;
+                type $code = quantized::Fp8;
                 $what
             }
             $crate::quantized::Coding { code: model::format::Code::Int4, is_fine: false, .. } => {
-                type $of = $int4;
+                type $code = quantized::Int4<1>;
                 $what
             }
             $crate::quantized::Coding { code: model::format::Code::Int4, is_fine: true, .. } => {
-                type $of = $int4_f16;
+                type $code = quantized::Int4<2>;
                 $what
             }
         }
@@ -105,12 +105,12 @@ impl Coding {
 
     /// The word of a scale and a zero, if the kernels have one.
     fn word(self, scale: f32, zero: u8) -> Option<u32> {
-        by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => Scale::new::<C>(scale, zero)).map(|Scale(word)| word)
+        by_code!(self, C => Scale::new::<C>(scale, zero)).map(|Scale(word)| word)
     }
 
     /// Bytes of so many chunks.
     const fn bytes(self, chunks: u64) -> u64 {
-        chunks * by_code!(self, C in quantized: Fp8, Int4<1>, Int4<2> => C::BYTES) as u64
+        chunks * by_code!(self, C => <C as quantized::Code>::BYTES) as u64
     }
 
     /// Bytes of the codes of a model's layers, with scales, laid out for `blocks` blocks.
@@ -171,10 +171,7 @@ impl Quantized {
         let quantize = Quantize { from, scales, codes, strange, base: self.bases[number] };
         let grid = (from.n_tiles, chunks);
         // SAFETY: the stream holds the matrix, there are scales for it, and the codes have room for its chunks.
-        unsafe {
-            by_code!(self.coding, K in quantized: quantize_fp8, quantize_int4, quantize_int4_f16
-                => device.launch::<K>(grid, 0, quantize))
-        }
+        unsafe { by_code!(self.coding, C => device.launch::<<C as CodeKernels>::Quantize>(grid, 0, quantize)) }
     }
 
     /// Whether all codes that were found make the very weights. Waits for the device.
@@ -205,8 +202,7 @@ impl Quantized {
         let grid = (GROUPS, (chunks / u64::from(TOGETHER)) as u32);
         // SAFETY: there are codes of so many chunks, and room for what they mean.
         unsafe {
-            by_code!(self.coding, K in quantized: dequantize_fp8, dequantize_int4, dequantize_int4_f16
-                => device.launch_whole::<K>(grid, 0, dequantize))
+            by_code!(self.coding, C => device.launch_whole::<<C as CodeKernels>::Dequantize>(grid, 0, dequantize))
         }
     }
 
@@ -227,13 +223,13 @@ impl Quantized {
 
     /// What the kernels' sums are multiplied with.
     pub fn unit(&self) -> f32 {
-        by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => C::UNIT)
+        by_code!(self.coding, C => <C as quantized::Code>::UNIT)
     }
 
     /// How the step of many sequences reads them.
     pub fn stages(&self) -> Array {
         let (address, chunks) = (self.codes.ptr().addr(), self.bases[self.bases.len() - 1]);
-        by_code!(self.coding, C in quantized: Fp8, Int4<1>, Int4<2> => stages::<C>(address, chunks))
+        by_code!(self.coding, C => quantized::stages::<C>(address, chunks))
     }
 
     /// Where they are.

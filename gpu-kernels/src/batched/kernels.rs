@@ -1,5 +1,8 @@
 //! The batched decode kernels: of each format, for tiles of so many rows.
 
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::Kernel;
+
 use super::{BatchedStep, CLUSTER, THREADS, batched};
 use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized};
 
@@ -26,4 +29,31 @@ entry_points! {
     batched_128_int4: batched::<Quantized<Int4<1>>, 128, 16>;
     /// [`batched_128_int4`] with scales of two parts.
     batched_128_int4_f16: batched::<Quantized<Int4<2>>, 128, 16>;
+}
+
+/// The kernels that read codes.
+#[cfg(not(target_arch = "nvptx64"))]
+pub trait CodedKernels {
+    /// For up to 64 rows.
+    type Of64: Kernel<Params = BatchedStep>;
+    /// For more.
+    type Of128: Kernel<Params = BatchedStep>;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CodedKernels for Quantized<Fp8> {
+    type Of64 = batched_64_fp8;
+    type Of128 = batched_128_fp8;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CodedKernels for Quantized<Int4<1>> {
+    type Of64 = batched_64_int4;
+    type Of128 = batched_128_int4;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CodedKernels for Quantized<Int4<2>> {
+    type Of64 = batched_64_int4_f16;
+    type Of128 = batched_128_int4_f16;
 }

@@ -10,7 +10,7 @@ use crate::stream::Wave;
 
 /// e4m3, as [`EncodeE4m3`](crate::e4m3::EncodeE4m3) leaves it.
 #[derive(Clone, Copy)]
-pub(crate) struct E4m3;
+pub struct E4m3;
 
 impl WeightFormat for E4m3 {
     type Products = OfCodes;

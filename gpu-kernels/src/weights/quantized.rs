@@ -36,6 +36,8 @@
 mod batched;
 mod quantize;
 
+#[cfg(not(target_arch = "nvptx64"))]
+pub use quantize::CodeKernels;
 pub use quantize::{
     Dequantize, Quantize, dequantize_fp8, dequantize_int4, dequantize_int4_f16, quantize_fp8, quantize_int4,
     quantize_int4_f16,
@@ -299,7 +301,7 @@ impl Code for Fp8 {
 
 /// Codes of the layers' matrices. The head is [`Plain`].
 #[derive(Clone, Copy)]
-pub(crate) struct Quantized<C>(PhantomData<C>);
+pub struct Quantized<C>(PhantomData<C>);
 
 /// How many 16 bytes of codes a lane has of a slice.
 const fn parts<C: Code>() -> u32 {

@@ -3,12 +3,13 @@
 
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Global, GlobalMut, Kernel};
-use gpu_kernels::batched::{self, BatchedStep, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
+use gpu_kernels::batched::{self, BatchedStep, CodedKernels, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::Gemm;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::stream::StreamMatrix;
+use gpu_kernels::weights;
 use model::plan::{self, Epilogue, Input, LayerPlan, Operator};
 
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
@@ -426,12 +427,8 @@ impl Forward {
                 (None, 64) => launch!(batched::batched_64),
                 (None, 96) => launch!(batched::batched_96),
                 (None, _) => launch!(batched::batched_128),
-                (Some(codes), 64) => {
-                    by_code!(codes, K in batched: batched_64_fp8, batched_64_int4, batched_64_int4_f16 => launch!(K))
-                }
-                (Some(codes), _) => {
-                    by_code!(codes, K in batched: batched_128_fp8, batched_128_int4, batched_128_int4_f16 => launch!(K))
-                }
+                (Some(codes), 64) => by_code!(codes, C => launch!(<weights::Quantized<C> as CodedKernels>::Of64)),
+                (Some(codes), _) => by_code!(codes, C => launch!(<weights::Quantized<C> as CodedKernels>::Of128)),
             }
         }
     }

@@ -4,6 +4,8 @@
 //! `p` is a launch's parameter block, and memory, grid and threads are as that and the kernel say. Nobody else writes
 //! the codes or the stream that are made.
 
+#[cfg(not(target_arch = "nvptx64"))]
+use cuda_std::Kernel;
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
@@ -182,3 +184,30 @@ pub unsafe fn dequantize_fp8(p: Dequantize) {
 }
 
 const _: () = assert!(Int4::<1>::CHUNKS * Int4::<1>::BYTES <= CHUNK_BYTES && Fp8::CHUNKS * Fp8::BYTES <= CHUNK_BYTES);
+
+/// The kernels that make codes, and weights of them again.
+#[cfg(not(target_arch = "nvptx64"))]
+pub trait CodeKernels: Code {
+    /// Finds the codes of weights.
+    type Quantize: Kernel<Params = Quantize>;
+    /// Makes the weights that codes mean.
+    type Dequantize: Kernel<Params = Dequantize>;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CodeKernels for Fp8 {
+    type Quantize = quantize_fp8;
+    type Dequantize = dequantize_fp8;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CodeKernels for Int4<1> {
+    type Quantize = quantize_int4;
+    type Dequantize = dequantize_int4;
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl CodeKernels for Int4<2> {
+    type Quantize = quantize_int4_f16;
+    type Dequantize = dequantize_int4_f16;
+}
