@@ -13,7 +13,7 @@ fn run<K: Kernel<Params = Sum>>(seed: u64) -> Result<Vec<f32>, EmulatorError> {
     let sums = Buffer::<f32>::new_poisoned(BLOCKS as usize).named("sums");
     let how = Launch { shared_bytes: SHARED_BYTES, seed, ..Launch::new(BLOCKS, THREADS) };
     launch::<K>(&how, Sum { input: input.ptr(), sums: sums.ptr_mut() })?;
-    Ok(sums.as_slice().to_vec())
+    Ok(sums.to_vec())
 }
 
 #[test]
