@@ -1,5 +1,5 @@
-//! A split-K partial of a unit of the batched kernel's GEMMs: for each [kind of format](MainLoop) a loop over its stages,
-//! from the rings into the upper accumulators.
+//! A split-K partial of a unit of the batched kernel's GEMMs: for each [kind of format](MainLoop) a loop over its
+//! stages, from the rings into the upper accumulators.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same

@@ -68,8 +68,8 @@ pub enum EmulatorError {
         /// The access that ran into it.
         second: Box<Access>,
     },
-    /// An access to memory that is not there, misaligned, not initialised, read-only, or in use on another thread; or an
-    /// intrinsic misused.
+    /// An access to memory that is not there, misaligned, not initialised, read-only, or in use on another thread; or
+    /// an intrinsic misused.
     #[error("kernel `{kernel}`: {lane} at {site}: {what}")]
     Misuse {
         /// The kernel.
