@@ -133,8 +133,9 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
     }
 }
 
-/// With 64 rows a tile, or of weights that are not bf16: weights through registers, so that their stages are released
-/// before they are multiplied. Fragments are loaded into one half of their registers while GEMMs read the other.
+/// With 64 rows a tile, and of the plain head beside codes: weights through registers, so that their stages are
+/// released before they are multiplied. Fragments are loaded into one half of their registers while GEMMs read the
+/// other.
 ///
 /// # Safety
 /// The split-K partial has a stage at least.

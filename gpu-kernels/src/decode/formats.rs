@@ -32,7 +32,7 @@ pub trait DecodeKernels {
 /// The kernels with a [short ring](SHORT_SHARED_BYTES) that read a format.
 pub struct Short<F>(PhantomData<F>);
 
-/// A line for each format: its kernels in the order of [`DecodeKernels`]; those of long contexts behind a semicolon.
+/// A line for each format: its kernels in the order of [`DecodeKernels`], those of long contexts behind a comma.
 macro_rules! decode_kernels {
     ($($format:ty: $($kernel:ident)*, $($long:ident)*;)*) => {
         $( decode_kernels!(of $format: $($kernel)*, $($long)*); )*
