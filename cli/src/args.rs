@@ -258,7 +258,8 @@ pub struct DeviceArgs {
     /// auto (the first CUDA card, else the CPU), cpu, cuda, cuda:N, or emulator (the GPU's kernels on the CPU; slow)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE")]
     pub device: DeviceChoice,
-    /// Most tokens of prompt and answer together [default: 8192, or the model's most]
+    /// Most tokens of prompt and answer together [default: 8192, or the model's most if that is less; in a batch on a
+    /// card the model's most, as far as there is memory]
     #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true)]
     pub context: Option<usize>,
     #[command(flatten)]

@@ -1,6 +1,7 @@
 //! The engine: a checkpoint on a device, and text out of it.
 
 use std::collections::BTreeMap;
+use std::iter;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -77,7 +78,7 @@ pub struct LoadOptions {
     /// How the device is opened.
     pub options: DeviceOptions,
     /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows,
-    /// the less.
+    /// the less; in a batch on a card what the model allows, as far as there is memory.
     pub context: Option<usize>,
     /// A model or a head that drafts for the other, if there is one.
     pub draft_model: Option<DraftCheckpoint>,
@@ -100,6 +101,19 @@ impl LoadOptions {
         let most = config.max_position_embeddings;
         let context = self.context.unwrap_or(Self::DEFAULT_CONTEXT.min(most));
         if context > most { Err(Error::ContextTooLong { context, most }) } else { Ok(context) }
+    }
+
+    /// What the context of a batch on a card may be, the longest first, of which that is taken that there is memory
+    /// for: what is asked for; or the model's most, halves of it, and what [`context_for`](Self::context_for) says. A
+    /// cache of so many tokens, if that is said, is not made larger for it.
+    pub(crate) fn batch_contexts(&self, config: &Config, cache_tokens: Option<usize>) -> Result<Vec<usize>, Error> {
+        let least = self.context_for(config)?;
+        let most = match self.context {
+            Some(_) => least,
+            None => config.max_position_embeddings.min(cache_tokens.unwrap_or(usize::MAX)).max(least),
+        };
+        let shorter = |&context: &usize| (context > least).then(|| (context / 2).max(least));
+        Ok(iter::successors(Some(most), shorter).collect())
     }
 }
 
@@ -486,7 +500,22 @@ fn overlap(text: &str, stop: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::overlap;
+    use model::Checkpoint;
+
+    use super::{DeviceChoice, LoadOptions, overlap};
+
+    #[test]
+    fn a_batch_has_the_longest_context_that_fits() {
+        let mut config = Checkpoint::demo().unwrap().config;
+        config.max_position_embeddings = 40_960;
+        let asked = |context| LoadOptions { context, ..LoadOptions::on(DeviceChoice::Cpu) };
+        let contexts = |context, cache_tokens| asked(context).batch_contexts(&config, cache_tokens).unwrap();
+        assert_eq!(contexts(None, None), [40_960, 20_480, 10_240, 8192]);
+        assert_eq!(contexts(None, Some(20_000)), [20_000, 10_000, 8192]);
+        assert_eq!(contexts(None, Some(100)), [8192]);
+        assert_eq!(contexts(Some(12_000), Some(100)), [12_000]);
+        assert!(asked(Some(50_000)).batch_contexts(&config, None).is_err());
+    }
 
     #[test]
     fn a_stop_text_may_be_beginning() {

@@ -228,11 +228,20 @@ impl Batch {
         if let Some(draft) = draft {
             draft.check_for(&checkpoint)?;
         }
-        let context = load.context_for(&checkpoint.config)?;
+        let contexts = load.batch_contexts(&checkpoint.config, options.cache_tokens)?;
         let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
-            Some(device) => Box::new(GpuBatch::load(&checkpoint, draft, &device, context, options, progress)?),
+            Some(device) => {
+                let mut contexts = contexts.into_iter();
+                Box::new(loop {
+                    let context = contexts.next().expect("the last one's error is returned");
+                    match GpuBatch::load(&checkpoint, draft, &device, context, options, progress) {
+                        Err(error) if error.is_lack_of_memory() && contexts.len() > 0 => {}
+                        loaded => break loaded?,
+                    }
+                })
+            }
             None => {
-                let limits = options.cpu_limits(&checkpoint.config, context);
+                let limits = options.cpu_limits(&checkpoint.config, load.context_for(&checkpoint.config)?);
                 let backend = CpuBatch::new(&checkpoint, limits, options.draft)?;
                 match draft {
                     None => Box::new(backend),

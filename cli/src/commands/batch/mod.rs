@@ -76,8 +76,10 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead(&load.options)).collect();
     let checkpoint = loading::open(&source, OpenOptions { check_finite: false, weights }, report)?;
     let model = source.to_string();
-    let context = loads[0].context_for(&checkpoint.config)?;
+    loads[0].context_for(&checkpoint.config)?;
     let shape = defaults.shape(&checkpoint.generation);
+    // By default a card's memory decides, and an answer is the same wherever it has room.
+    let context = loads[0].context.map_or("default".to_owned(), |context| context.to_string());
     let fingerprint = format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()));
 
     // Before the model is loaded: what is wrong here should be known at once.
@@ -93,13 +95,15 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     };
     let writer = Arc::new(Writer { model, fingerprint, tokenizer: checkpoint.tokenizer.clone() });
     let draft_model = loading::open_draft(defaults.answer.draft_source.as_ref(), report)?;
-    let reader = Reader::new(&checkpoint, defaults, context);
     let options = BatchOptions { sequences: options.sequences.or(input::count_few(&requests)), ..options };
     let load = |load| {
         let load = LoadOptions { draft_model: draft_model.clone(), ..load };
         loading::load_batch(checkpoint.clone(), load, options, report)
     };
     let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
+    // Any of the devices may get any request.
+    let context = batches.iter().map(|batch| batch.context()).min().expect("at least one device");
+    let reader = Reader::new(&checkpoint, defaults, context);
     let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
 
     let (send_work, work) = sync_channel(AHEAD);

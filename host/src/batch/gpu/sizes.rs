@@ -5,13 +5,13 @@ use gpu_kernels::step;
 use gpu_kernels::token_copy::PAGE_RECORD_BYTES;
 use model::Config;
 
-use crate::Error;
 use crate::batch::{BatchOptions, Limits, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
 use crate::forward::{Capacity, Footprint};
 use crate::prefill;
 use crate::tuning::PASS_ROWS;
+use crate::{Error, LoadOptions};
 
 /// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one
 /// that ends.
@@ -63,9 +63,11 @@ impl BatchSizes {
         self.generating <= step::MAX_DECODE_ROWS as usize
     }
 
-    /// Whether a cache of so many pages has room for all that these `options` ask for, or that sequences could use.
+    /// Whether a cache of so many pages has room for all that these `options` ask for, or that sequences are likely to
+    /// use.
     pub fn are_enough(&self, pages: usize, options: &BatchOptions) -> bool {
-        options.cache_tokens.is_some() || pages == self.most_pages()
+        let likely = self.context.min(LoadOptions::DEFAULT_CONTEXT).div_ceil(PAGE_TOKENS) * self.sequences;
+        options.cache_tokens.is_some() || pages >= likely
     }
 
     /// Pages that all sequences at their greatest length have.
