@@ -102,11 +102,13 @@ struct Bencher {
 }
 
 fn main() -> Result<()> {
-    let arguments = Arguments::read()?;
+    let mut arguments = Arguments::read()?;
+    let [launches, plain] = ["launches", "plain"].map(|way| arguments.words.iter().any(|a| a == way));
+    arguments.options.unfused |= launches;
+    arguments.options.prefill = Some(!launches);
     let (config, device) = arguments.subject(arguments.word(0).unwrap_or("8B"))?;
     let scale = if device.is_emulator() { Scale::small() } else { Scale::published() };
     let words = &arguments.words;
-    let [launches, plain] = ["launches", "plain"].map(|way| words.iter().any(|a| a == way));
     let sequences = words.iter().find_map(|a| a.strip_prefix("sequences=")).map(str::parse).transpose()?;
     let names = words.iter().skip(1).map(String::as_str);
     let parts: Vec<&str> =
@@ -129,13 +131,12 @@ fn main() -> Result<()> {
     );
     let begun = Instant::now();
     let weights = arguments.weights(&config, &device)?;
-    let apart = device.capabilities().has_gemms() && !launches;
     let options = BatchOptions {
         sequences: sequences.or(scale.options.sequences),
         packed_pages: plain.then_some(usize::MAX).or(device.is_emulator().then_some(0)),
         ..scale.options
     };
-    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, options, apart)?;
+    let backend = GpuBatch::with_weights(&device, &config, weights, scale.context, options)?;
     let room = backend.limits();
     println!(
         "loaded in {:.1} s: {} pages, {} in the host tier",

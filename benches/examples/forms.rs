@@ -228,8 +228,7 @@ impl Measured {
         let weights = DeviceWeights::random(&self.config, &self.device)?;
         let options = BatchOptions { sequences: Some(sequences), ..BatchOptions::default() };
         let context = self.scale.prompt + self.scale.most + 1;
-        let apart = self.device.has_prefill();
-        let backend = GpuBatch::with_weights(&self.device, &self.config, weights, context, options, apart)?;
+        let backend = GpuBatch::with_weights(&self.device, &self.config, weights, context, options)?;
         let mut batch = Batch::with_backend(self.checkpoint.clone(), Box::new(backend));
         let (mut coming, mut answers) = (jobs.iter().zip(0..), Vec::new());
         let begun = Instant::now();

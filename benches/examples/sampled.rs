@@ -148,8 +148,7 @@ fn batch(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures)
     };
     let weights = DeviceWeights::random(config, device)?;
     let context = scale.context + scale.steps + 8;
-    let apart = device.has_prefill();
-    let mut backend = GpuBatch::with_weights(device, config, weights, context, options, apart)?;
+    let mut backend = GpuBatch::with_weights(device, config, weights, context, options)?;
     for &count in scale.batches {
         for (name, figure, settings, logprobs) in &cases {
             let greedy = step(&mut backend, config, scale, count, &[Sampling::default()], None)?;

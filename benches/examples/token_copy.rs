@@ -306,7 +306,7 @@ fn eviction(bench: &Bench, places: &[i32]) -> Result<(), Failure> {
     let mut copier = TokenCopy::new(&bench.device, shape)?;
     let size = MLA as usize;
     let contents = filled(&bench.device, bench.pairs * size)?;
-    let src: Buffer<u8> = bench.device.upload(contents.as_slice()?)?;
+    let src: Buffer<u8> = bench.device.upload(&contents.as_slice()?)?;
     let mut dst = bench.device.pinned::<u8>(bench.records * size)?;
     let src_index = bench.device.upload(&(0..bench.pairs as i32).collect::<Vec<_>>())?;
     let dst_index = bench.device.upload(places)?;

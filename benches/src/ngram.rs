@@ -361,28 +361,26 @@ impl<'a, T: TokenId> OverHost<'a, T> {
         }
         let [input_ids_len, step_idx, max_dec_len] = &self.long;
         let [decoder, encoder, draft_token_num, rows] = &mut self.short;
-        let texts = ngram::reference::Batch {
-            input_ids: self.input_ids.as_slice()?,
-            input_ids_stride: b.input_ids_stride,
-            input_ids_len: input_ids_len.as_slice()?,
-            pre_ids: self.pre_ids.as_slice()?,
-            pre_ids_stride: b.pre_ids_stride,
-            step_idx: step_idx.as_slice()?,
-            max_dec_len: max_dec_len.as_slice()?,
-            seq_lens_decoder: decoder.as_slice()?,
-        };
-        let mut out = ngram::reference::Drafts {
-            seq_lens_this_time: rows.as_mut_slice()?,
-            draft_tokens: self.draft_tokens.as_mut_slice()?,
-            draft_tokens_stride: b.draft_tokens_stride,
-        };
         ngram::reference::ngram_match(
-            &texts,
-            encoder.as_slice()?,
-            draft_token_num.as_slice()?,
+            &ngram::reference::Batch {
+                input_ids: &self.input_ids.as_slice()?,
+                input_ids_stride: b.input_ids_stride,
+                input_ids_len: &input_ids_len.as_slice()?,
+                pre_ids: &self.pre_ids.as_slice()?,
+                pre_ids_stride: b.pre_ids_stride,
+                step_idx: &step_idx.as_slice()?,
+                max_dec_len: &max_dec_len.as_slice()?,
+                seq_lens_decoder: &decoder.as_slice()?,
+            },
+            &encoder.as_slice()?,
+            &draft_token_num.as_slice()?,
             b.max_ngram_size,
             b.threshold,
-            &mut out,
+            &mut ngram::reference::Drafts {
+                seq_lens_this_time: &mut rows.as_mut_slice()?,
+                draft_tokens: &mut self.draft_tokens.as_mut_slice()?,
+                draft_tokens_stride: b.draft_tokens_stride,
+            },
         );
         // SAFETY: as above.
         unsafe {

@@ -68,7 +68,7 @@ use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::{Ring, Shape};
 use crate::step::MAX_DECODE_ROWS;
-use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, N_TILES, SLICE_BYTES, SLICES, Walk};
+use crate::stream::{CHUNK_BYTES, N_TILES, SLICE_BYTES, SLICES, Walk};
 use crate::weights::{Lossless, WeightFormat};
 use crate::workspace::Workspace;
 use consumer::Consumer;
@@ -76,7 +76,9 @@ use consumer::Consumer;
 pub(crate) use consumer::OfCodes;
 pub(crate) use consumer::{OfFragments, Products};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-pub use e4m3::{decode_1_e4m3, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3};
+pub use e4m3::{
+    decode_1_e4m3, decode_1_e4m3_lossless_head, decode_16_e4m3, decode_16_sequences_e4m3, decode_tree_e4m3,
+};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use formats::{DecodeKernels, Short};
 pub use kernels::*;

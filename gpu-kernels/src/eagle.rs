@@ -17,6 +17,7 @@
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
 
+use crate::activations::element_at;
 use crate::exchange::{Exchange, WordKind};
 use crate::norm::warp_sum;
 use crate::step::{Rows, wait_for_launches};
@@ -208,7 +209,7 @@ pub struct MakePairs {
     pub input_norm: Global<bf16>,
     /// `[dim]` that of the hidden state's.
     pub hidden_norm: Global<bf16>,
-    /// `[rows, 2 · dim]`, written: both, normed.
+    /// `[rows, 2 · dim]`, written: both, normed. For a pass in one launch as [it reads](crate::activations) them.
     pub pairs: GlobalMut<bf16>,
     /// `[rows, dim]`, written: the residual stream.
     pub x: GlobalMut<f32>,
@@ -224,6 +225,8 @@ pub struct MakePairs {
     pub norm_before_residual: u32,
     /// 1 if hidden states are the head's own.
     pub own: u32,
+    /// 1 for a pass in one launch.
+    pub for_decode: u32,
 }
 
 impl MakePairs {
@@ -258,8 +261,10 @@ impl MakePairs {
                 }
                 return;
             }
+            let tiled = self.for_decode != 0;
+            let at = if tiled { element_at(row, i) } else { (row * 2 * self.dim + i) as usize };
+            self.pairs.at(at).cast::<[u32; 2]>().store(0, pairs);
             let (row, i, dim) = (row as usize, i as usize, self.dim as usize);
-            self.pairs.at(row * 2 * dim + i).cast::<[u32; 2]>().store(0, pairs);
             if let Some(x) = x {
                 self.x.store16(row * dim + i - dim, x.map(f32::to_bits));
             }

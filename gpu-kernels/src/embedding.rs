@@ -73,7 +73,8 @@ pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, firs
     // SAFETY: the caller's word.
     unsafe {
         embed_each(p, row, first, stride, |weight, i, x| {
-            p.residual.put_at(weight, row, i, place_of::<SLOTS>(i) as u32, x, true);
+            let place = row as usize * p.residual.dim as usize + place_of::<SLOTS>(i);
+            p.residual.put_at(weight, row, i, place, x, true);
         });
     }
 }

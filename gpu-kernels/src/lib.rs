@@ -35,6 +35,7 @@ mod entry_points;
 #[macro_use]
 mod unroll;
 
+pub(crate) mod activations;
 pub mod attention;
 pub mod batch;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]

@@ -55,23 +55,23 @@ impl Residual {
     #[inline(always)]
     pub(crate) unsafe fn put(&self, weight: bf16, row: u32, element: u32, x: f32, valid: bool) {
         // SAFETY: the caller's word.
-        unsafe { self.put_at(weight, row, element, element, x, valid) }
+        unsafe { self.put_at(weight, row, element, (row * self.dim + element) as usize, x, valid) }
     }
 
-    /// As [`put`](Self::put), with the scaled element at `place` of its row.
+    /// As [`put`](Self::put), with the scaled element in the `place` of all that are scaled.
     ///
     /// # Safety
     /// All lanes of the warp call it, and either half of it has an N-tile's elements in order, which are all `valid` or
-    /// none. There is such a row, and `element` and `place` are below [`dim`](Self::dim).
+    /// none. There is such a row and such a place, and `element` is below [`dim`](Self::dim).
     #[inline(always)]
-    pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: u32, x: f32, valid: bool) {
+    pub(crate) unsafe fn put_at(&self, weight: bf16, row: u32, element: u32, place: usize, x: f32, valid: bool) {
         // SAFETY: the caller's word.
         unsafe {
             let squares = n_tile_squares(x);
             if valid {
                 let first = row as usize * self.dim as usize;
                 self.x.store(first + element as usize, x);
-                self.scaled.store(first + place as usize, math::to_bf16(x * math::from_bf16(weight)));
+                self.scaled.store(place, math::to_bf16(x * math::from_bf16(weight)));
                 if element.is_multiple_of(N_TILE) {
                     self.squares.store((first + element as usize) / N_TILE as usize, squares);
                 }

@@ -7,6 +7,7 @@ use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States, TakeStates};
 use gpu_kernels::exchange::Exchange;
+use gpu_kernels::step::MAX_DECODE_ROWS;
 
 const DIM: usize = 384;
 const SLOTS: usize = 5;
@@ -69,9 +70,9 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
     let rows = RowBuffers::new(&rows);
     let buffers = [&table, &norms[0], &norms[1]].map(|numbers| Buffer::from_slice(numbers));
     let given = Buffer::from_slice(&hidden);
-    for (norm_before_residual, own) in [(0, 0), (1, 0), (0, 1)] {
+    for (norm_before_residual, own, for_decode) in [(0, 0, 0), (1, 0, 1), (0, 1, 0)] {
         let x: Buffer<f32> = Buffer::new_poisoned(tokens.len() * DIM);
-        let pairs: Buffer<bf16> = Buffer::new_poisoned(tokens.len() * 2 * DIM);
+        let pairs: Buffer<bf16> = Buffer::new_poisoned(MAX_DECODE_ROWS as usize * 2 * DIM);
         let make = MakePairs {
             rows: rows.rows(),
             hidden: given.ptr(),
@@ -86,6 +87,7 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
             eps,
             norm_before_residual,
             own,
+            for_decode,
         };
         run::<eagle::make_pairs>([1, tokens.len() as u32, 1], MakePairs::SHARED_BYTES, 3, make);
         let (pairs, x) = (pairs.to_vec(), x.to_vec());
@@ -95,7 +97,13 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
             let hidden = &hidden[if own == 1 { sequences[row] as usize } else { row } * DIM..][..DIM];
             let normed = rms_norm(hidden, &norms[1], eps);
             let expected = [rms_norm(&embed, &norms[0], eps), normed.clone()].concat();
-            let found = widen(&pairs[row * 2 * DIM..][..2 * DIM]);
+            // For a step in one launch rows lie in pieces of 32 elements.
+            let piece =
+                |i: usize| pairs[(i / 2 * 2 * MAX_DECODE_ROWS as usize + i % 2 * 8 + row) * 32..][..32].to_vec();
+            let found = match for_decode {
+                0 => widen(&pairs[row * 2 * DIM..][..2 * DIM]),
+                _ => widen(&(0..2 * DIM / 32).flat_map(piece).collect::<Vec<_>>()),
+            };
             assert!(relative_error(found, &expected) < 1.0 / 256.0, "row {row}");
             let stream = &x[row * DIM..][..DIM];
             let expected = if norm_before_residual == 1 { &normed } else { hidden };

@@ -16,12 +16,15 @@ use crate::cache::KvCache;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::StepInputs;
 use crate::forward::RowsOf;
+use crate::lossless::Packed;
 use crate::quantized::{Coding, by_code};
 use crate::weights::{Compact, DeviceWeights};
 
 /// What a step in one launch reads and writes beside what all passes do.
 pub struct Decode {
     weights: StepWeights,
+    /// The head packed without loss, beside codes.
+    packed_head: Option<weights::Lossless>,
     norms: Buffer<bf16>,
     /// None where there are none.
     biases: Option<Buffer<bf16>>,
@@ -159,6 +162,7 @@ impl Decode {
             && DecodeStep::is_long(kv_heads, splits, grid);
         Ok(Some(Self {
             weights: step_weights,
+            packed_head: weights.packed_head.as_ref().filter(|_| !has_short_ring).map(Packed::parts),
             norms,
             biases,
             pages: device.upload(&pages)?,
@@ -290,7 +294,13 @@ impl Decode {
         // SAFETY: the caller's word.
         unsafe {
             match rows {
-                Rows::One => launch!(One),
+                Rows::One => match self.packed_head {
+                    None => launch!(One),
+                    Some(lossless) => {
+                        let step = DecodeStep { lossless, head_base: 0, ..step };
+                        device.launch_cooperative::<F::OneLosslessHead>(self.grid, shared_bytes, step)
+                    }
+                },
                 Rows::Few => launch!(Few),
                 Rows::Many => launch!(Many),
                 Rows::Tree => launch!(Tree),

@@ -37,6 +37,7 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
+use crate::lossless::Packed;
 use crate::prefill::Prefill;
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
@@ -252,6 +253,11 @@ impl Forward {
     /// Bytes of the weights in fewer bytes than bf16 has, if steps read such.
     pub fn compact_bytes(&self) -> Option<u64> {
         self.weights.compact.bytes()
+    }
+
+    /// Bytes of the head as steps of one row read it, if it is packed for them beside codes.
+    pub fn packed_head_bytes(&self) -> Option<u64> {
+        self.weights.packed_head.as_ref().map(Packed::bytes)
     }
 
     /// The step in one launch, if it was prepared; its counters must be zero when it begins.

@@ -16,6 +16,8 @@ pub struct Kept {
     /// Whether bf16 weights are beside that: otherwise they are made again, a layer at a time, for passes that read
     /// them.
     pub plain: bool,
+    /// What the head is packed to for steps of one row, if it is, beside codes and its bf16 weights.
+    pub head: Option<PackedSize>,
 }
 
 /// What matrices are, if not bf16.
@@ -45,8 +47,11 @@ impl Kept {
         if !device.capabilities().has_decode_kernel() || device.options().lossless == Some(false) {
             return Ok(None);
         }
-        let coding = Coding::of(&checkpoint.weights()?).filter(|coding| coding.is_for(device));
-        coding.map(|coding| Self::on(device, &checkpoint.config, Form::Coded(coding))).transpose()
+        let Some(coding) = Coding::of(&checkpoint.weights()?).filter(|coding| coding.is_for(device)) else {
+            return Ok(None);
+        };
+        let kept = Self::on(device, &checkpoint.config, Form::Coded(coding))?;
+        kept.with_head(device, PackedSize::of_head(checkpoint, PackedSize::SPARSELY)?).map(Some)
     }
 
     /// The same where weights are [packed](Self::packs); none if they cannot be.
@@ -72,7 +77,19 @@ impl Kept {
             Some(plain) => plain,
             None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
         };
-        Ok(Self { form, plain })
+        Ok(Self { form, plain, head: None })
+    }
+
+    /// With a head that is packed to this size, if it can be and memory does not miss it.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub(crate) fn with_head(self, device: &Device, size: Option<PackedSize>) -> Result<Self, Error> {
+        /// At most one part in so many of the free memory.
+        const SHARE: u64 = 32;
+        let free = device.free_memory()?;
+        let fits = |size: &PackedSize| free.is_none_or(|free| size.packed <= free / SHARE);
+        Ok(Self { head: size.filter(|size| device.has_full_ring() && fits(size)), ..self })
     }
 
     /// Whether weights are packed without loss on a device: where that is asked for, or layers have enough bytes for it
@@ -88,10 +105,16 @@ impl Kept {
         card.has_full_ring() && of_layer >= card.tuning().lossless_from
     }
 
+    /// This form, without bf16 weights beside.
+    #[must_use]
+    pub const fn only(form: Form) -> Self {
+        Self { form, plain: false, head: None }
+    }
+
     /// The same without bf16 weights beside.
     #[must_use]
     pub fn alone(self) -> Self {
-        Self { plain: false, ..self }
+        Self::only(self.form)
     }
 
     /// Whether codes are what is multiplied.
@@ -113,7 +136,7 @@ impl Kept {
             Form::Coded(coding) => coding.bytes_of(config, 1),
             Form::Packed(size) => size.packed,
         };
-        of_form + Stream::bytes(config, !self.plain)
+        of_form + self.head.map_or(0, |head| head.packed) + Stream::bytes(config, !self.plain)
     }
 }
 

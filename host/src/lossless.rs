@@ -9,15 +9,16 @@ use cuda_std::tensor::Array;
 use gpu_kernels::linear::K_PARTIALS;
 use gpu_kernels::stream::{CHUNK_BYTES, StreamMatrix, TOGETHER};
 use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, PACKED_SLICE, Pack, TILE_WEIGHTS, Unpack};
-use model::plan::Matrix;
+use model::Config;
+use model::plan::{Gemm, Matrix};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
-use crate::stream::{Stream, bases};
+use crate::stream::{Stream, bases, n_tiles};
 
 pub use self::sampled::{PackedSize, Sample};
 
-/// The weights of a model, packed: of all layers, and the head.
+/// The weights of a model, packed: of all layers, and the head; or the head alone.
 pub struct Packed {
     tiles: Buffer<u8>,
     more: Buffer<u16>,
@@ -64,6 +65,18 @@ impl Packed {
             list_bytes: size.list_bytes,
             bases,
         })
+    }
+
+    /// Memory for the head of a model alone, that has this size packed.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(crate) fn of_head(device: &Device, config: &Config, size: PackedSize) -> Result<Self, Error> {
+        let of_head = |gemm: Gemm| {
+            let (n_tiles, k) = n_tiles(&gemm);
+            if gemm.matrix == Matrix::Head { (n_tiles, k) } else { (0, k) }
+        };
+        Self::new(device, config.gemms().map(of_head), size)
     }
 
     /// Enqueues that matrix `number` is packed, which is `from` by then.

@@ -24,6 +24,28 @@ pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: dra
 /// (`docs/reference/kernels/decode.md`): what a pass of a draft model costs follows from it.
 pub(crate) const DRAFT_LAYER_BYTES: u64 = 32 << 20;
 
+/// What work takes until it has been measured, in seconds: what any card of the last years does.
+pub(crate) mod first_guess {
+    /// Bytes a second over the bus.
+    const BUS: f64 = 40e9;
+    /// Operations a second of GEMMs of many rows.
+    const GEMM: f64 = 400e12;
+    /// Bytes a second of memory that is read, and rows for which weights are read once.
+    const READ: f64 = 1e12;
+    const ROWS: f64 = 64.0;
+
+    /// For a page of so many bytes to leave the device and come back.
+    pub(crate) fn swap(bytes: f64) -> f64 {
+        2.0 * bytes / BUS
+    }
+
+    /// For a row of a prompt, by the bytes of the weights in bf16: two operations for each weight where prompts have
+    /// passes of their own.
+    pub(crate) fn row(weight_bytes: f64, prompts_apart: bool) -> f64 {
+        if prompts_apart { weight_bytes / GEMM } else { weight_bytes / (ROWS * READ) }
+    }
+}
+
 /// What is good for a target.
 #[derive(Debug, PartialEq)]
 pub struct Tuning {

@@ -39,6 +39,8 @@ pub struct DeviceWeights {
     pub stream: Stream,
     /// The matrices in fewer bytes, if they are kept so.
     pub compact: Compact,
+    /// The head packed without loss, for steps of one row, beside codes of the layers' matrices.
+    pub packed_head: Option<Packed>,
 }
 
 /// One layer's weights, but for its matrices.
@@ -139,11 +141,21 @@ impl DeviceWeights {
             return Ok(None);
         }
         filled?;
-        if let Some(packed) = this.packed() {
+        if let Some(packed) = this.packed().or(this.packed_head.as_ref()) {
             let head = Matrix::Head.number(this.layers.len());
             packed.pack(device, head, this.stream.matrices()[head])?;
         }
-        Ok(this.compact.finish()?.then_some(this))
+        this.finish()
+    }
+
+    /// Once all matrices are there: none if they are not what they are to be. Waits for the device.
+    fn finish(mut self) -> Result<Option<Self>, Error> {
+        if let Some(head) = &mut self.packed_head
+            && !head.finish()?
+        {
+            self.packed_head = None;
+        }
+        Ok(self.compact.finish()?.then_some(self))
     }
 
     /// Memory for the weights, with a plan of what belongs where, and for matrices on their way.
@@ -159,6 +171,7 @@ impl DeviceWeights {
         let least = if tied { 0 } else { rows_together(&weights.head) * config.plan.hidden };
         let mut staging = Staging::new(device, largest.max(least))?;
         let (stream, compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
+        let packed_head = Self::memory_of_head(device, config, kept)?;
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
         // The head, if it is that, from where it is.
@@ -183,7 +196,13 @@ impl DeviceWeights {
         } else {
             staging.stage_in_parts(plan, head, &weights.head);
         }
-        Ok((Self { embed, layers, norm, stream, compact }, staging))
+        Ok((Self { embed, layers, norm, stream, compact, packed_head }, staging))
+    }
+
+    /// Memory for a packed head.
+    fn memory_of_head(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Option<Packed>, Error> {
+        let size = kept.and_then(|kept| kept.head);
+        size.map(|size| Packed::of_head(device, config, size)).transpose()
     }
 
     /// Memory for matrices in bf16.
@@ -430,7 +449,7 @@ mod tests {
         std::fs::remove_dir_all(&folder).unwrap();
         for (checkpoint, is_packed, plain) in [(&demo, true, false), (&demo, true, true), (&far.unwrap(), false, false)]
         {
-            let (mut asked, kept) = (0, Some(Kept { form, plain }));
+            let (mut asked, kept) = (0, Some(Kept { plain, ..Kept::only(form) }));
             let fits = || {
                 asked += 1;
                 Ok(())

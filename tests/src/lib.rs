@@ -14,6 +14,7 @@ mod shallow;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use host::device::{Device, DeviceOptions};
 use model::WeightsMode;
 use serde::Deserialize;
 
@@ -232,6 +233,11 @@ pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -
         host::weights::DeviceWeights::upload(checkpoint, device, kept, || Ok(()), go_on)
     };
     upload().unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The emulator, with the kernels for prompts or without.
+pub fn emulator(seed: u64, prefill: bool) -> Device {
+    Device::emulator_with(seed, &DeviceOptions { prefill: Some(prefill), ..DeviceOptions::default() })
 }
 
 /// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: by the decode kernel, by the unfused path, and by

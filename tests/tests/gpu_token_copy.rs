@@ -96,7 +96,7 @@ impl Contents for Pinned<u8> {
         Ok(())
     }
     fn all(&self) -> Result<Vec<u8>, host::Error> {
-        self.as_slice().map(<[u8]>::to_vec)
+        self.as_slice().map(|bytes| bytes.to_vec())
     }
 }
 

@@ -172,7 +172,7 @@ fn bus(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<Fig
         |_| unsafe { buffer.borrow().copy_to_pinned(0, &mut back.borrow_mut()) },
         || {
             differs(&data, |found| {
-                found.copy_from_slice(back.borrow().as_slice()?);
+                found.copy_from_slice(&back.borrow().as_slice()?);
                 Ok(())
             })
         },

@@ -209,14 +209,13 @@ impl Findings {
         let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
-        let alone = |form| Kept { form, plain: false };
-        let coded = coding.map(|coding| alone(Form::Coded(coding)));
+        let coded = coding.map(|coding| Kept::only(Form::Coded(coding)));
         let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
         let may_pack = may_pack && Forward::check(config).is_ok();
         // What cannot be read is for loading, or `--check`, to tell.
         let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED).ok().flatten();
         let packed = checkpoint.filter(|_| may_pack).and_then(size);
-        let packed_alone = packed.map(|size| alone(Form::Packed(size)));
+        let packed_alone = packed.map(|size| Kept::only(Form::Packed(size)));
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,

@@ -18,6 +18,7 @@ use super::consumer::{Consumer, pair_with_next, sync};
 use super::producer::{Share, Units, are_few};
 use super::tree::PairRows;
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
+use crate::activations::element_at;
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
     add_values, combine_by_warp, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
@@ -145,7 +146,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                                 self.put_out(WordKind::Attended, 4 * layer).put((pair as u32 * HEAD_DIM + d) / 2, word);
                             }
                         } else {
-                            p.work.attended.store(pair * HEAD_DIM as usize + d as usize, x);
+                            p.work.attended.store(element_at(row, item % p.work.q_heads * HEAD_DIM + d), x);
                         }
                     };
                     combine_head(&attend, row, item % p.work.q_heads, self.slot(row), lane, put, SCRATCH);
@@ -223,7 +224,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let splits = self.slot(row) / SPLIT + 1;
             if splits > 1 {
                 let words = |s| attend.part(pair, s).load16(lane as usize * 4);
-                let put = |d, word| attend.put::<false>(pair, d, word);
+                let head = pair as u32 - row * self.p.work.q_heads;
+                let put = |d, word| self.put_pair(row, head, d, word);
                 combine_by_warp(splits, lane, words, |s| attend.part_scale(pair, s), put);
             }
         }
@@ -546,9 +548,22 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 let attended = self.put_out(WordKind::Attended, 4 * layer);
                 attended.put((pair as u32 * HEAD_DIM + d) / 2, word);
             } else {
-                attend.put::<false>(pair, d, word);
+                let (pair, heads) = (pair as u32, attend.q_heads);
+                cuda_std::assume(heads > 0);
+                self.put_pair(pair / heads, pair % heads, d, word);
             }
         }
+    }
+
+    /// The same of a row and a head, of several rows.
+    ///
+    /// # Safety
+    /// As for [`put_attended`](Self::put_attended).
+    #[inline(always)]
+    pub(super) unsafe fn put_pair(&self, row: u32, head: u32, d: u32, word: u32) {
+        let at = element_at(row, head * HEAD_DIM + d);
+        // SAFETY: the caller's word.
+        unsafe { self.p.work.attended.cast().store(at / 2, word) }
     }
 
     /// Releases so many chunks that this warp has used, in any order: a lane a chunk.

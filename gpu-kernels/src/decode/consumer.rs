@@ -22,8 +22,9 @@ use cuda_std::{shared, thread};
 use super::problem::Problem;
 use super::producer::Units;
 use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS};
+use crate::activations::element_at;
 use crate::attention::Divisor;
-use crate::embedding::{embed_each, embed_elements};
+use crate::embedding::embed_each;
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
@@ -88,7 +89,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
             self.embed::<ONE>();
             self.mark(Mark::Embedded);
             if !ONE {
-                self.grid_barrier();
+                self.arrive();
             }
             let mut index = 0;
             let mut part = self.part(index, 0);
@@ -141,7 +142,6 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 // far.
                 part = self.part(index, 0);
                 old = self.first_addends(&part);
-                self.wait();
             }
             if ONE {
                 sync();
@@ -211,7 +211,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
 
     /// [`wait_for_all`](Self::wait_for_all), with a mark.
     #[inline(always)]
-    unsafe fn wait(&self) {
+    pub(super) unsafe fn wait(&self) {
         // SAFETY: the caller's word.
         unsafe {
             self.wait_for_all();
@@ -262,7 +262,9 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                     if ONE {
                         embed_each(&embed, row, first, stride, |weight, i, x| self.put_words(0, i, weight, x, true));
                     } else {
-                        embed_elements::<false>(&embed, row, first, stride);
+                        embed_each(&embed, row, first, stride, |weight, i, x| {
+                            embed.residual.put_at(weight, row, i, element_at(row, i), x, true);
+                        });
                     }
                     if p.taps.are_wanted() {
                         let at = (self.sequence(row), self.slot(row));
@@ -301,10 +303,11 @@ pub trait Products<F: WeightFormat> {
     /// where its chunks begin, in weights of the format `F`.
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part);
 
-    /// The same of up to `TILES` times 8 rows; `old` is what the first outputs are added to.
+    /// The same of up to `TILES` times 8 rows, once all blocks have arrived with its input; `old` is what the first
+    /// outputs are added to.
     ///
     /// # Safety
-    /// As for [`of_one`](Self::of_one), of at most `TILES` times 8 rows, whose input all blocks have written and shown.
+    /// As for [`of_one`](Self::of_one), of at most `TILES` times 8 rows. The block has [arrived](Consumer::arrive).
     /// `old` is what the part's [first outputs](Consumer::first_addends) are added to.
     unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS, SHORT>,

@@ -11,6 +11,8 @@ use crate::weights::{E4m3, Fp8, Int4, Lossless, Plain, Quantized};
 pub trait DecodeKernels {
     /// For a step of one row.
     type One: Kernel<Params = DecodeStep>;
+    /// Likewise, where the head is [packed](Lossless) beside codes of the layers' matrices; of other formats the same.
+    type OneLosslessHead: Kernel<Params = DecodeStep>;
     /// For 2 to 8 rows of a sequence.
     type Few: Kernel<Params = DecodeStep>;
     /// For 2 to 16.
@@ -32,22 +34,27 @@ pub trait DecodeKernels {
 /// The kernels with a [short ring](SHORT_SHARED_BYTES) that read a format.
 pub struct Short<F>(PhantomData<F>);
 
-/// A line for each format: its kernels in the order of [`DecodeKernels`], those of long contexts behind a comma.
+/// A line for each format: its kernels in the order of [`DecodeKernels`], then those that it may have beside.
 macro_rules! decode_kernels {
-    ($($format:ty: $($kernel:ident)*, $($long:ident)*;)*) => {
-        $( decode_kernels!(of $format: $($kernel)*, $($long)*); )*
+    ($($format:ty: $($kernel:ident)* $(, long $many_long:ident $tree_long:ident)? $(, head $head:ident)?;)*) => {
+        $( decode_kernels!(of $format: $($kernel)* $(, long $many_long $tree_long)? $(, head $head)?); )*
     };
-    (of $format:ty: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident $sequences:ident,) => {
-        decode_kernels!(of $format, false: $one $few $many $tree $few_sequences $sequences $many $tree);
+    (of $format:ty: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident $sequences:ident) => {
+        decode_kernels!(of $format, false: $one $one $few $many $tree $few_sequences $sequences $many $tree);
     };
     (of $format:ty: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident $sequences:ident,
-        $many_long:ident $tree_long:ident) => {
-        decode_kernels!(of $format, true: $one $few $many $tree $few_sequences $sequences $many_long $tree_long);
+        head $head:ident) => {
+        decode_kernels!(of $format, false: $one $head $few $many $tree $few_sequences $sequences $many $tree);
     };
-    (of $format:ty, $has_long:literal: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident
-        $sequences:ident $many_long:ident $tree_long:ident) => {
+    (of $format:ty: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident $sequences:ident,
+        long $many_long:ident $tree_long:ident) => {
+        decode_kernels!(of $format, true: $one $one $few $many $tree $few_sequences $sequences $many_long $tree_long);
+    };
+    (of $format:ty, $has_long:literal: $one:ident $head:ident $few:ident $many:ident $tree:ident
+        $few_sequences:ident $sequences:ident $many_long:ident $tree_long:ident) => {
         impl DecodeKernels for $format {
             type One = $one;
+            type OneLosslessHead = $head;
             type Few = $few;
             type Many = $many;
             type Tree = $tree;
@@ -62,24 +69,24 @@ macro_rules! decode_kernels {
 
 decode_kernels! {
     Plain: decode_1 decode_8 decode_16 decode_tree decode_8_sequences decode_16_sequences,
-        decode_16_wgmma decode_tree_wgmma;
+        long decode_16_wgmma decode_tree_wgmma;
     Lossless: decode_1_lossless decode_8_lossless decode_16_lossless decode_tree_lossless
         decode_8_sequences_lossless decode_16_sequences_lossless,
-        decode_16_wgmma_lossless decode_tree_wgmma_lossless;
+        long decode_16_wgmma_lossless decode_tree_wgmma_lossless;
     E4m3: decode_1_e4m3 decode_16_e4m3 decode_16_e4m3 decode_tree_e4m3
-        decode_16_sequences_e4m3 decode_16_sequences_e4m3,;
+        decode_16_sequences_e4m3 decode_16_sequences_e4m3, head decode_1_e4m3_lossless_head;
     Quantized<Fp8>: decode_1_fp8 decode_8_fp8 decode_16_fp8 decode_tree_fp8
-        decode_8_sequences_fp8 decode_16_sequences_fp8,;
+        decode_8_sequences_fp8 decode_16_sequences_fp8, head decode_1_fp8_lossless_head;
     Quantized<Int4<1>>: decode_1_int4 decode_8_int4 decode_16_int4 decode_tree_int4
-        decode_8_sequences_int4 decode_16_sequences_int4,;
+        decode_8_sequences_int4 decode_16_sequences_int4, head decode_1_int4_lossless_head;
     Quantized<Int4<2>>: decode_1_int4_f16 decode_8_int4_f16 decode_16_int4_f16 decode_tree_int4_f16
-        decode_8_sequences_int4_f16 decode_16_sequences_int4_f16,;
+        decode_8_sequences_int4_f16 decode_16_sequences_int4_f16, head decode_1_int4_f16_lossless_head;
     Short<Plain>: decode_short decode_short decode_short decode_tree_short
-        decode_sequences_short decode_sequences_short,;
+        decode_sequences_short decode_sequences_short;
     Short<Quantized<Fp8>>: decode_short_fp8 decode_short_fp8 decode_short_fp8 decode_tree_short_fp8
-        decode_sequences_short_fp8 decode_sequences_short_fp8,;
+        decode_sequences_short_fp8 decode_sequences_short_fp8;
     Short<Quantized<Int4<1>>>: decode_short_int4 decode_short_int4 decode_short_int4 decode_tree_short_int4
-        decode_sequences_short_int4 decode_sequences_short_int4,;
+        decode_sequences_short_int4 decode_sequences_short_int4;
     Short<Quantized<Int4<2>>>: decode_short_int4_f16 decode_short_int4_f16 decode_short_int4_f16
-        decode_tree_short_int4_f16 decode_sequences_short_int4_f16 decode_sequences_short_int4_f16,;
+        decode_tree_short_int4_f16 decode_sequences_short_int4_f16 decode_sequences_short_int4_f16;
 }

@@ -267,7 +267,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             unroll!(I < 2; {
                 let pair = pair + 8 * I as u32;
                 if pair < tile.pairs {
-                    let (position, place) = (position(tile.row(pair)), tile.place(attend, pair));
+                    let (row, place) = (tile.row(pair), tile.place(attend, pair));
+                    let (position, head) = (position(row), place as u32 - row * attend.q_heads);
                     let dimension = |j: usize| half * (HEAD_DIM / 2) + 8 * j as u32 + 2 * (lane % 4);
                     if position / SPLIT < split {
                         // The row has no keys here; a later one has.
@@ -275,7 +276,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         let norm = factors.norms[I];
                         unroll!(J < 8; {
                             let word = math::pack_bf16(sums[J][2 * I] / norm, sums[J][2 * I + 1] / norm);
-                            attend.put::<false>(place, dimension(J), word);
+                            self.put_pair(row, head, dimension(J), word);
                         });
                     } else {
                         let scale = [factors.tops[I], factors.norms[I]];

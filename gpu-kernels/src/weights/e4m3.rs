@@ -3,18 +3,20 @@
 //! # Safety
 //! What is unsafe here asks what [`WeightFormat`] says.
 
+use core::marker::PhantomData;
+
 use super::{Plain, WeightFormat};
 use crate::decode::{DecodeStep, OfCodes};
 use crate::ring::Ring;
 use crate::stream::Wave;
 
-/// e4m3, as [`EncodeE4m3`](crate::e4m3::EncodeE4m3) leaves it.
+/// e4m3, as [`EncodeE4m3`](crate::e4m3::EncodeE4m3) leaves it; `H` is the head's format.
 #[derive(Clone, Copy)]
-pub struct E4m3;
+pub struct E4m3<H = Plain>(PhantomData<H>);
 
-impl WeightFormat for E4m3 {
+impl<H: WeightFormat> WeightFormat for E4m3<H> {
     type Products = OfCodes;
-    type Head = Plain;
+    type Head = H;
     const OTHER_HEAD: bool = true;
     const INPUTS: u32 = 2;
 

@@ -299,9 +299,9 @@ impl Code for Fp8 {
     }
 }
 
-/// Codes of the layers' matrices. The head is [`Plain`].
+/// Codes of the layers' matrices; `H` is the head's format.
 #[derive(Clone, Copy)]
-pub struct Quantized<C>(PhantomData<C>);
+pub struct Quantized<C, H = Plain>(PhantomData<(C, H)>);
 
 /// How many 16 bytes of codes a lane has of a slice.
 const fn parts<C: Code>() -> u32 {
@@ -384,9 +384,9 @@ pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
     }
 }
 
-impl<C: Code> WeightFormat for Quantized<C> {
+impl<C: Code, H: WeightFormat> WeightFormat for Quantized<C, H> {
     type Products = OfFragments;
-    type Head = Plain;
+    type Head = H;
     const OTHER_HEAD: bool = true;
     const CHUNKS: u32 = C::CHUNKS;
     const UNDER_WAY: u32 = 2;
@@ -412,7 +412,7 @@ impl<C: Code> WeightFormat for Quantized<C> {
     }
 }
 
-impl<C: Code> FragmentFormat for Quantized<C> {
+impl<C: Code, H: WeightFormat> FragmentFormat for Quantized<C, H> {
     const COSTLY: bool = true;
 
     #[inline(always)]

@@ -52,7 +52,7 @@ use crate::device::{Device, Mapped, Marker, Timer};
 use crate::forward::Forward;
 use crate::masks::Masks;
 use crate::sampler::Sampler;
-use crate::tuning::DRAFT_COST;
+use crate::tuning::{DRAFT_COST, first_guess};
 use crate::weights::DeviceWeights;
 
 /// Bytes that the kernels for steps of many sequences may take beside weights and activations.
@@ -131,8 +131,8 @@ struct UnderWay {
 }
 
 impl GpuBatch {
-    /// With weights that are on the device; `prompts_apart` says whether prompts run in passes of their own, for which
-    /// the device needs Hopper's hardware. With them and without, bits differ as they do between cards.
+    /// With weights that are on the device. Prompts run in passes of their own where it [has](Device::has_prefill)
+    /// kernels for them. With such passes and without, bits differ as they do between cards.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -142,9 +142,9 @@ impl GpuBatch {
         weights: DeviceWeights,
         context: usize,
         options: BatchOptions,
-        prompts_apart: bool,
     ) -> Result<Self, Error> {
-        let sizes = BatchSizes::new(device, context, &options, prompts_apart);
+        let sizes = BatchSizes::new(device, context, &options);
+        let prompts_apart = sizes.prompt_rows().is_some();
         // Elsewhere than on Hopper every pass has the bits of the decode kernel.
         let has_decode = device.has_decode_kernel() && (prompts_apart || !device.capabilities().has_gemms());
         let coming = if has_decode { DECODE_BYTES } else { 0 };
@@ -168,10 +168,9 @@ impl GpuBatch {
         let mut mover = Mover::new(device, forward.cache(), tier, is_there)
             .map_err(|error| BatchSizes::no_tier(config, tier, error.to_string()))?;
         let limits = sizes.limits(config, device, &options, [pages, mover.host_pages(false)]);
-        // Until there are measurements: 40 GB/s over the bus, out and back, and a row for 2 operations a weight at 400
-        // TFLOP/s, or for a 64th of a reading of the weights at 1 TB/s.
-        let weights = config.weight_bytes(2) as f64;
-        let row = if prompts_apart { weights / 400e12 } else { weights / (64.0 * 1e12) };
+        // Until there are measurements.
+        let row = first_guess::row(config.weight_bytes(2) as f64, prompts_apart);
+        let swap = first_guess::swap(mover.page_bytes() as f64);
         let choices = sizes.rows + sizes.sequences;
         Ok(Self {
             limits,
@@ -193,7 +192,7 @@ impl GpuBatch {
             under_way: VecDeque::new(),
             turn: 0,
             clocks: [Clocks::new(device)?, Clocks::new(device)?],
-            swaps: Rate::guess(2.0 * mover.page_bytes() as f64 / 40e9),
+            swaps: Rate::guess(swap),
             rows: Rate::guess(row),
             done: None,
             idle: Duration::ZERO,

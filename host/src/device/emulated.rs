@@ -116,6 +116,17 @@ impl Emulator {
         emulator::read(from, out);
     }
 
+    /// A word, which the host has no need to ask the driver for.
+    ///
+    /// # Panics
+    /// As for [`write`](Self::write).
+    pub(super) fn load(&self, from: u64) -> u32 {
+        let _turn = self.turn();
+        let mut word = [0; 4];
+        emulator::read(from, &mut word);
+        u32::from_le_bytes(word)
+    }
+
     /// Copies between two places.
     ///
     /// # Panics

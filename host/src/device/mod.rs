@@ -30,7 +30,7 @@ pub use cuda::{CardInfo, STACK_BYTES, cards};
 pub use images::{IMAGES, Image, MAIN};
 pub use level::Level;
 pub use options::{DeviceOptions, KernelFile};
-pub use pinned::Pinned;
+pub use pinned::{Pinned, PinnedSlice, PinnedSliceMut};
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
 pub use upload::{Fill, Filling, Group, Region};
@@ -597,6 +597,9 @@ impl Mapped {
     /// If there is no such word: a bug of the caller.
     pub fn load(&self, i: usize) -> u32 {
         assert!(i < self.words);
+        if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
+            return emulator.load(self.device + 4 * i as u64);
+        }
         // SAFETY: in bounds, aligned, alive as long as self; the device's writes to it are atomic words.
         let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
         word.load(std::sync::atomic::Ordering::Acquire)
@@ -604,13 +607,13 @@ impl Mapped {
 
     /// Zeroes it, word by word: what is enqueued and writes to it may come before or behind.
     pub fn clear(&mut self) {
+        if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
+            return emulator.write(self.device, &vec![0; self.words * 4]);
+        }
         for i in 0..self.words {
             // SAFETY: as for `load`.
             let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
             word.store(0, std::sync::atomic::Ordering::Release);
-        }
-        if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
-            emulator.write(self.device, &vec![0; self.words * 4]);
         }
     }
 }

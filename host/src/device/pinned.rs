@@ -1,8 +1,10 @@
 //! Pinned host memory: the host uses it like a slice, and the device reads and writes it over the bus.
 
 use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
 
 use bytemuck::Pod;
+use cuda_std::emulator::Lock;
 use cuda_std::{Global, GlobalMut};
 
 use super::{Buffer, Device, DeviceKind, bytes_of, is_within};
@@ -86,6 +88,11 @@ impl<T: Pod> Pinned<T> {
         self.len == 0
     }
 
+    /// Whether it is the emulator's, and there is any.
+    fn is_emulated(&self) -> bool {
+        self.len > 0 && self.device.is_emulator()
+    }
+
     /// Where the device sees it, to read from.
     pub fn ptr(&self) -> Global<T> {
         // SAFETY: where it starts.
@@ -98,24 +105,26 @@ impl<T: Pod> Pinned<T> {
         unsafe { GlobalMut::from_raw(self.address) }
     }
 
-    /// Its contents, once the device is done.
+    /// Its contents, once the device is done. On the emulator nobody can write them before the slice is dropped.
     ///
     /// # Errors
     /// Whatever a kernel failed with.
-    pub fn as_slice(&self) -> Result<&[T], Error> {
+    pub fn as_slice(&self) -> Result<PinnedSlice<'_, T>, Error> {
         self.device.synchronize_all()?;
+        let lock = self.is_emulated().then(|| Lock::to_read(self.address));
         // SAFETY: live, aligned (to a page, or 16 bytes), initialised; nothing enqueued writes to it any more.
-        Ok(unsafe { std::slice::from_raw_parts(self.host.cast(), self.len) })
+        Ok(PinnedSlice { slice: unsafe { std::slice::from_raw_parts(self.host.cast(), self.len) }, _lock: lock })
     }
 
-    /// Its contents, once the device is done.
+    /// Its contents, once the device is done. On the emulator nobody can use them before the slice is dropped.
     ///
     /// # Errors
     /// Whatever a kernel failed with.
-    pub fn as_mut_slice(&mut self) -> Result<&mut [T], Error> {
+    pub fn as_mut_slice(&mut self) -> Result<PinnedSliceMut<'_, T>, Error> {
         self.device.synchronize_all()?;
-        // SAFETY: that has been waited for.
-        Ok(unsafe { self.as_mut_slice_now() })
+        let lock = self.is_emulated().then(|| Lock::to_write(self.address));
+        // SAFETY: the device has been waited for.
+        Ok(PinnedSliceMut { slice: unsafe { self.as_mut_slice_now() }, _lock: lock })
     }
 
     /// Its contents, without waiting.
@@ -125,6 +134,40 @@ impl<T: Pod> Pinned<T> {
     pub unsafe fn as_mut_slice_now(&mut self) -> &mut [T] {
         // SAFETY: live, aligned (to a page, or 16 bytes), initialised, exclusive; the caller's word for the rest.
         unsafe { std::slice::from_raw_parts_mut(self.host.cast(), self.len) }
+    }
+}
+
+/// The contents of [`Pinned`] memory.
+pub struct PinnedSlice<'a, T> {
+    slice: &'a [T],
+    _lock: Option<Lock>,
+}
+
+impl<T> Deref for PinnedSlice<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.slice
+    }
+}
+
+/// The contents of [`Pinned`] memory, to be changed.
+pub struct PinnedSliceMut<'a, T> {
+    slice: &'a mut [T],
+    _lock: Option<Lock>,
+}
+
+impl<T> Deref for PinnedSliceMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.slice
+    }
+}
+
+impl<T> DerefMut for PinnedSliceMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        self.slice
     }
 }
 

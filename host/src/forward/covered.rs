@@ -10,7 +10,7 @@ use model::plan::{LayerPlan, Matrix};
 use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
-use crate::stream::n_tiles;
+use crate::stream::{chunks, n_tiles};
 use crate::weights::{DeviceLayer, DeviceWeights};
 
 impl Forward {
@@ -60,7 +60,7 @@ pub(super) fn check_weights(
     weights: &DeviceWeights,
     times: usize,
 ) -> Result<(), Error> {
-    let DeviceWeights { embed, layers, norm, stream, compact } = weights;
+    let DeviceWeights { embed, layers, norm, stream, compact, packed_head } = weights;
     let LayerPlan { hidden, attention, .. } = config.plan;
     let head_dim = attention.head_dim;
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
@@ -107,6 +107,13 @@ pub(super) fn check_weights(
         }
         let biases = if attention.traits.qkv_bias { attention.qkv_size() } else { 0 };
         optional("bias of the projections", qkv_bias, biases)?;
+    }
+    if let Some(head) = packed_head {
+        let expected = chunks([n_tiles(&config.head())], device.sms()) as usize;
+        let found = if head.device().is_same_card(device) { head.chunks() as usize } else { 0 };
+        if found != expected {
+            return Err(Error::Weights { what: "packed head, in chunks,", found, expected });
+        }
     }
     compact.check(device, config, stream)
 }

@@ -184,6 +184,7 @@ impl HeadWeights {
                 norm: copy(&[w.norm])?,
                 stream,
                 compact,
+                packed_head: None,
             },
             taps,
             targets: device.upload(head.targets())?,
@@ -295,6 +296,7 @@ impl Forward {
                 eps: c.rms_norm_eps,
                 norm_before_residual: pairs.inputs.norm_before_residual.into(),
                 own: matches!(begin, Begin::Own).into(),
+                for_decode: decode.is_some().into(),
             };
             let (grid, shared) = ((1, most_rows), MakePairs::SHARED_BYTES);
             if most_rows <= MAX_DECODE_ROWS {

@@ -39,6 +39,15 @@ impl Sample {
         Self { n_tiles, k, rows: rows.collect() }
     }
 
+    /// Of the matrix that is made of these parts, one after another or every eight rows of one `beside` eight of the
+    /// other: one N-tile in `every`, from the `first` on.
+    fn of(first: usize, parts: &[&Weight<'_>], beside: bool, every: usize) -> Result<Self, Error> {
+        let n_tiles = parts.iter().map(|part| part.shape()[0]).sum::<usize>().div_ceil(N_TILE as usize);
+        let sampled = (first % every.min(n_tiles)..n_tiles).step_by(every);
+        let rows = sampled.map(|n_tile| rows_of(parts, n_tile, beside)).collect::<Result<Vec<_>, _>>()?.concat();
+        Ok(Self { n_tiles: n_tiles as u32, k: parts[0].shape()[1] as u32, rows })
+    }
+
     /// How many of the matrix's tiles have so many escapes, if all are as these rows; none if some tile cannot be
     /// packed.
     fn counts(&self) -> Option<Vec<u64>> {
@@ -80,16 +89,17 @@ impl PackedSize {
         });
         let head = (Matrix::Head.number(config.num_hidden_layers), vec![&weights.head], false);
         let matrices: Vec<_> = of_layers.chain([head]).collect();
-        let counts = matrices.par_iter().map(|(number, parts, beside)| {
-            let n_tiles = parts.iter().map(|part| part.shape()[0]).sum::<usize>().div_ceil(N_TILE as usize);
-            let sampled = (number % every.min(n_tiles)..n_tiles).step_by(every);
-            let rows = sampled.map(|n_tile| rows_of(parts, n_tile, *beside)).collect::<Result<Vec<_>, _>>()?.concat();
-            Ok::<_, Error>(Sample { n_tiles: n_tiles as u32, k: parts[0].shape()[1] as u32, rows }.counts())
-        });
-        let counts: Vec<Option<Vec<u64>>> = counts.collect::<Result<_, _>>()?;
-        let Some(counts) = counts.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
-        let sizes = config.gemms().map(|gemm| stream::n_tiles(&gemm));
-        Ok(Self::of_counts(sizes, &counts))
+        let sample = |(number, parts, beside): &(usize, Vec<_>, bool)| Sample::of(*number, parts, *beside, every);
+        let samples = matrices.par_iter().map(sample).collect::<Result<Vec<_>, Error>>()?;
+        Ok(Self::of_samples(&samples))
+    }
+
+    /// The same of the head alone.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn of_head(checkpoint: &Checkpoint, every: usize) -> Result<Option<Self>, Error> {
+        Ok(Self::of_samples(&[Sample::of(0, &[&checkpoint.weights()?.head], false, every)?]))
     }
 
     /// Of matrices with these samples. None as [`of`](Self::of).
@@ -203,7 +213,7 @@ mod tests {
             let checkpoint = Checkpoint::open(&root.join(model)).unwrap();
             let device = Device::emulator(0);
             let size = PackedSize::of(&checkpoint, 1).unwrap().expect("packed");
-            let kept = Kept { form: Form::Packed(size), plain: true };
+            let kept = Kept { plain: true, ..Kept::only(Form::Packed(size)) };
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
             let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
             let packed = weights.packed().expect("packed");

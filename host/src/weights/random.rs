@@ -70,6 +70,13 @@ impl DeviceWeights {
             None => None,
         };
         let kept = form.map(|form| Kept::on(device, config, form)).transpose()?;
+        let kept = match kept.filter(|kept| kept.coding().is_some()) {
+            None => kept,
+            Some(coded) => {
+                let ((n_tiles, k), rows) = (n_tiles(&config.head()), N_TILE as usize * config.head().k);
+                Some(coded.with_head(device, PackedSize::of_samples(&[Sample::new(n_tiles, k, &pattern[..rows])]))?)
+            }
+        };
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
             filled += 1;
@@ -81,7 +88,8 @@ impl DeviceWeights {
         let hidden = config.plan.hidden;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
-        let (stream, mut compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
+        let (stream, compact) = (Self::memory(device, config, kept)?, Compact::new(device, config, kept)?);
+        let packed_head = Self::memory_of_head(device, config, kept)?;
         for (number, gemm) in config.gemms().enumerate() {
             let is_head = gemm.matrix == Matrix::Head;
             let weights = match is_head {
@@ -96,17 +104,17 @@ impl DeviceWeights {
             let (from, shape) = (stream.matrices()[number], [gemm.weight_rows(), gemm.k]);
             match (&compact, &quantized) {
                 (Compact::Packed(packed), _) => packed.pack(device, number, from)?,
-                (Compact::Quantized(codes), Some((_, scale, zero))) if !is_head => {
+                _ if is_head => packed_head.iter().try_for_each(|packed| packed.pack(device, number, from))?,
+                (Compact::Quantized(codes), Some((_, scale, zero))) => {
                     let scales = quantized::uniform_scales(codes.coding(), shape, *scale, *zero);
                     codes.find(device, number, from, &scales)?;
                 }
-                (Compact::E4m3(codes), Some((_, scale, _))) if !is_head => {
+                (Compact::E4m3(codes), Some((_, scale, _))) => {
                     codes.find(device, number, from, &e4m3::uniform_scales(shape, *scale))?;
                 }
                 _ => {}
             }
         }
-        assert!(compact.finish()?, "a model's weights, normally distributed");
         let layer = |_| {
             Ok(DeviceLayer {
                 input_norm: ones(hidden)?,
@@ -119,12 +127,14 @@ impl DeviceWeights {
                 post_attention_norm: ones(hidden)?,
             })
         };
-        Ok(Self {
+        let all = Self {
             layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, Error>>()?,
             norm: ones(hidden)?,
             embed,
             stream,
             compact,
-        })
+            packed_head,
+        };
+        Ok(all.finish()?.expect("weights that are normally distributed can be what they are to be"))
     }
 }

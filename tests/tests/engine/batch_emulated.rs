@@ -7,7 +7,7 @@ use host::device::{Device, DeviceOptions, Level};
 use host::forward::{Forward, RowOutput};
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together, with_penalties};
-use integration_tests::{answer, engine, golden_cases, greedy, uploaded};
+use integration_tests::{answer, emulator, engine, golden_cases, greedy, uploaded};
 use model::{Checkpoint, Sampling};
 use rayon::prelude::*;
 
@@ -41,13 +41,13 @@ fn requests(checkpoint: &Checkpoint) -> Vec<Request> {
 }
 
 fn backend(checkpoint: &Checkpoint, seed: u64, options: BatchOptions, prompts_apart: bool) -> Box<dyn BatchBackend> {
-    let device = Device::emulator(seed);
-    Arranged::frugal(on(&device, checkpoint, options, prompts_apart), device)
+    let device = emulator(seed, prompts_apart);
+    Arranged::frugal(on(&device, checkpoint, options), device)
 }
 
-fn on(device: &Device, checkpoint: &Checkpoint, options: BatchOptions, prompts_apart: bool) -> Box<GpuBatch> {
+fn on(device: &Device, checkpoint: &Checkpoint, options: BatchOptions) -> Box<GpuBatch> {
     let weights = uploaded(device, checkpoint);
-    let batch = GpuBatch::with_weights(device, &checkpoint.config, weights, CONTEXT, options, prompts_apart);
+    let batch = GpuBatch::with_weights(device, &checkpoint.config, weights, CONTEXT, options);
     Box::new(batch.unwrap_or_else(|e| panic!("{e}")))
 }
 
@@ -252,14 +252,14 @@ fn prompts_run_as_prompts_and_answers_as_answers() {
 fn generated_tokens_take_a_step_in_one_launch() {
     // On Hopper, and on cards after it with less shared memory.
     let after = DeviceOptions { level: Some(Level::Sm90), shared_bytes: Some(99 << 10), ..DeviceOptions::default() };
-    for (device, prompts_apart) in [(Device::emulator(4), true), (Device::emulator_with(4, &after), false)] {
-        check_steps_in_one_launch(&device, prompts_apart);
+    for device in [emulator(4, true), Device::emulator_with(4, &after)] {
+        check_steps_in_one_launch(&device);
     }
 }
 
-fn check_steps_in_one_launch(device: &Device, prompts_apart: bool) {
+fn check_steps_in_one_launch(device: &Device) {
     let checkpoint = golden();
-    let mut backend = on(device, &checkpoint, options(2, 128, 8, 0, None), prompts_apart);
+    let mut backend = on(device, &checkpoint, options(2, 128, 8, 0, None));
     let tokens = text(&checkpoint, 3, 100);
     let work = |slot, start, rows| Work { slot, start, rows, samples: true, most_drafts: 0 };
     let entry = |slot, index| TableEntry { slot, index, page: 2 * slot + index };

@@ -8,7 +8,7 @@ use host::batch::{Batch, BatchBackend, BatchOptions, CpuBatch, GpuBatch, Job, Li
 use host::device::Device;
 use host::{DeviceChoice, Finish, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, together};
-use integration_tests::{answer, demo, demo_prompts, engine, golden_cases, greedy, uploaded};
+use integration_tests::{answer, demo, demo_prompts, emulator, engine, golden_cases, greedy, uploaded};
 use model::form::{Tool, is_allowed, mask_words};
 use model::sampling::random;
 use model::{Checkpoint, Form, Forms, Sampling, Shape};
@@ -227,18 +227,14 @@ fn forms_change_nothing_about_company_and_drafts_on_a_device() {
         packed_pages: Some(0),
         mask_wait: None,
     };
-    let gpu = |seed, options, apart| -> Box<dyn BatchBackend> {
-        let device = Device::emulator(seed);
+    let gpu = |seed, options| -> Box<dyn BatchBackend> {
+        let device = emulator(seed, false);
         let weights = uploaded(&device, &checkpoint);
-        let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options, apart);
+        let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options);
         // What a step needs was taken when the batch was made.
         Arranged::frugal(Box::new(batch.unwrap_or_else(|e| panic!("{e}"))), device)
     };
-    let batches = vec![
-        gpu(1, options(6, 8, None), false),
-        gpu(2, options(4, 5, Some(EAGER)), false),
-        gpu(3, options(8, 40, None), false),
-    ];
+    let batches = vec![gpu(1, options(6, 8, None)), gpu(2, options(4, 5, Some(EAGER))), gpu(3, options(8, 40, None))];
     let seen = are_the_same(&checkpoint, DeviceChoice::Emulator, &requests, batches);
     assert!(seen.accepted > 0, "{seen:?}");
 }
@@ -249,10 +245,10 @@ fn forms_change_nothing_about_company_where_prompts_are_apart() {
     let checkpoint = golden();
     let jobs: Vec<(usize, Request)> = few(&checkpoint).into_iter().enumerate().collect();
     let run = |sequences, jobs: &[(usize, Request)]| {
-        let device = Device::emulator(7);
+        let device = emulator(7, true);
         let options = BatchOptions { sequences: Some(sequences), rows: Some(200), ..BatchOptions::default() };
         let weights = uploaded(&device, &checkpoint);
-        let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options, true);
+        let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options);
         let batch = Arranged::priced(Box::new(batch.unwrap_or_else(|e| panic!("{e}"))), true);
         together(&checkpoint, batch, jobs, Some(1)).0
     };
@@ -318,7 +314,7 @@ fn a_preempted_answer_goes_on_in_its_form() {
 fn on_emulator(checkpoint: &Checkpoint, seed: u64, options: BatchOptions) -> Box<dyn BatchBackend> {
     let device = Device::emulator(seed);
     let weights = uploaded(&device, checkpoint);
-    let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options, false);
+    let batch = GpuBatch::with_weights(&device, &checkpoint.config, weights, CONTEXT, options);
     Box::new(batch.unwrap_or_else(|e| panic!("{e}")))
 }
 

@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::rc::Rc;
 
 use super::clock::{Base, Clock, Counts, Name, join_all};
-use super::memory::{Buffer, Hold, find, read, write};
+use super::memory::{Buffer, Hold, Lock, find, read, write};
 use super::race::{Mode, Past, Shadow};
 
 fn here() -> &'static Location<'static> {
@@ -154,6 +154,21 @@ fn several_read_and_who_writes_is_alone() {
     assert_eq!(Hold::write(allocation()).unwrap_err(), busy);
     drop(first);
     assert!(Hold::write(allocation()).is_ok() && Hold::write(allocation()).is_ok());
+}
+
+#[test]
+fn a_locked_buffer_is_not_written() {
+    let buffer = Buffer::from_slice(&[1u32, 2]);
+    let [start, second] = [0, 4].map(|offset| buffer.ptr().addr() + offset);
+    let lock = Lock::to_read(second);
+    assert_eq!(buffer.to_vec(), [1, 2]);
+    assert!(std::panic::catch_unwind(|| write(start, &[0])).is_err());
+    drop(lock);
+    let lock = Lock::to_write(second);
+    assert!(std::panic::catch_unwind(|| read(start, &mut [0])).is_err());
+    drop(lock);
+    write(start, &[5]);
+    assert_eq!(buffer.to_vec(), [5, 2]);
 }
 
 #[test]

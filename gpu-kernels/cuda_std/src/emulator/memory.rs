@@ -233,6 +233,33 @@ fn find_all(address: u64, len: usize) -> (Arc<Allocation>, usize) {
     (allocation, start)
 }
 
+/// Keeps a buffer from being written elsewhere, or used at all, until it is dropped: for whoever has a slice of its
+/// memory.
+#[derive(Debug)]
+pub struct Lock {
+    _hold: Hold,
+}
+
+impl Lock {
+    /// Of the buffer at an address: launches may read it meanwhile.
+    ///
+    /// # Panics
+    /// If there is no buffer, or a launch on another thread writes it.
+    #[must_use]
+    pub fn to_read(address: u64) -> Self {
+        Self { _hold: Hold::read(find_all(address, 0).0).unwrap_or_else(|busy| panic!("{busy}")) }
+    }
+
+    /// Of the buffer at an address: nobody else may use it meanwhile.
+    ///
+    /// # Panics
+    /// If there is no buffer, or somebody uses it.
+    #[must_use]
+    pub fn to_write(address: u64) -> Self {
+        Self { _hold: Hold::write(find_all(address, 0).0).unwrap_or_else(|busy| panic!("{busy}")) }
+    }
+}
+
 /// Copies the bytes from an address of device memory on to the host; those that nobody has written are 0xff.
 ///
 /// # Panics

@@ -44,7 +44,7 @@ use std::rc::Rc;
 use crate::Kernel;
 
 pub use error::{Access, EmulatorError, Lane};
-pub use memory::{Buffer, Plain, read, write};
+pub use memory::{Buffer, Lock, Plain, read, write};
 pub use order::{ParseScheduleError, Schedule};
 pub use shrink::{Failure, Length, replay, shrink, shrink_if};
 

@@ -182,7 +182,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             self.tile(part, (ring.ahead(Self::stages(0, part)), 1), 0)
         };
         let mut ready = Ready { weights: [[0; 4]; 8], tile, behind, is_full: false };
-        if F::COSTLY && own > 0 {
+        if F::COSTLY && !SHORT && own > 0 {
             // SAFETY: the caller's word.
             unsafe {
                 ready.weights = self.load(p, &tile.stage, 0);

@@ -11,6 +11,7 @@ use cuda_std::{bf16, math, shared, thread, warp};
 
 use super::super::{BEST, FACTORS, Matrix, WARPS};
 use super::{Consumer, Part, one};
+use crate::activations::element_at;
 use crate::attention::Divisor;
 use crate::exchange::{Word, WordKind};
 use crate::gate::swiglu;
@@ -218,7 +219,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 x
             } else {
                 let x = old.x + sum;
-                p.work.residual.put(old.weight, row, feature, x, valid);
+                p.work.residual.put_at(old.weight, row, feature, element_at(row, feature), x, valid);
                 x
             };
             if valid && part.matrix == Matrix::Down {
@@ -253,7 +254,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     self.put_out(WordKind::Activation, part.index).put(feature / 2, word);
                 }
             } else if valid {
-                p.work.activation.store((row * p.intermediate + feature) as usize, product());
+                p.work.activation.store(element_at(row, feature), product());
             }
         }
     }

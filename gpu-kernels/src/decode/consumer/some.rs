@@ -2,15 +2,16 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, of a step of 1 to `TILES` times 8 rows. All lanes of the eight consumer warps
-//! call what is unsafe here, in the same order, since they synchronise. All blocks have written the matrix's input, and
-//! shown it. Scratch memory is free when a product begins, and when it ends.
+//! call what is unsafe here, in the same order, since they synchronise. The block has arrived with its part of the
+//! matrix's input, and so will all others. Scratch memory is free when a product begins, and when it ends.
 
 use cuda_std::{shared, thread};
 
 use super::duty::{Columns, Duty};
 use super::{Addend, Consumer, Part, sync};
+use crate::activations::{HALF_STRIDE, SLICE_STRIDE, row_at};
 use crate::decode::problem::Problem;
-use crate::decode::{CHUNK_FEATURES, FACTORS, N_TILES, SCRATCH, WARPS};
+use crate::decode::{FACTORS, N_TILES, SCRATCH, SLICES, WARPS};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::norm::Norm;
 use crate::weights::FragmentFormat;
@@ -42,27 +43,31 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             cuda_std::assume(k > 0);
             let norm = if is_normed { self.p.work.norm() } else { Norm::default() };
             let count = self.count;
-            let first_feature = duty.k_split() * SLICE + t * 8;
+            let first_slice = duty.k_split();
+            let slices = k.div_ceil(SLICE);
             // Columns without a row compute the last row again, which nobody reads.
             let mut first_of_row = [0; TILES];
             unroll!(T < (Duty::<F, TILES, SHORT>::OWN_TILES) of 2; {
-                first_of_row[T] = (duty.first_row() + 8 * T as u32 + g).min(count - 1) * k;
+                first_of_row[T] = row_at((duty.first_row() + 8 * T as u32 + g).min(count - 1)) + t * 8;
             });
             // This warp's slices of its rows in a turn. They come a turn ahead: with more under way each takes longer.
             // Beyond the end of a row weights are zero, and any of its elements will do: no load has a condition.
             let fetch = |turn: u32| {
                 let mut b: [Columns; TILES] = [[[[0; 4]; 2]; 2]; TILES];
                 unroll!(C < 2; {
-                    let feature = turn * CHUNK_FEATURES + C as u32 * (K_PARTIALS * SLICE) + first_feature;
-                    let feature = if feature < k { feature } else { t * 8 };
+                    let slice = turn * SLICES + C as u32 * K_PARTIALS + first_slice;
+                    let slice = if slice < slices { slice } else { 0 };
                     unroll!(T < (Duty::<F, TILES, SHORT>::OWN_TILES) of 2; {
-                        let x = x.at((first_of_row[T] + feature) as usize);
-                        b[T][C] = [x.load16(0), x.load16(32)];
+                        let x = x.at((first_of_row[T] + slice * SLICE_STRIDE) as usize);
+                        b[T][C] = [x.load16(0), x.load16(HALF_STRIDE as usize)];
                     });
                 });
                 b
             };
             let mut ring = self.ring;
+            // Weights are there before the other blocks are.
+            let mut ready = duty.begin(self.p, &ring, &part);
+            self.wait();
             loop {
                 let mut b = fetch(0);
                 let mut acc = [[0f32; 4]; N_TILES as usize];
@@ -77,7 +82,6 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 }
                 let mut turn = 0;
                 if F::COSTLY && !SHORT {
-                    let mut ready = duty.begin(self.p, &ring, &part);
                     let columns = |turn: u32| {
                         let next = fetch(turn + 1);
                         if normed && turn == 1 {
@@ -106,6 +110,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 }
                 part = self.part(part.index, part.end);
                 old = self.first_addends(&part);
+                ready = duty.begin(self.p, &ring, &part);
             }
             self.ring = ring;
         }

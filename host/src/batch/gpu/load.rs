@@ -35,7 +35,7 @@ impl LeastDrafter {
         let of_draft = |error| Error::DraftModel(Box::new(error));
         draft.check_shapes().map_err(of_draft)?;
         let of_drafter = options.of_drafter(None);
-        let sizes = BatchSizes::new(device, context, &of_drafter, device.has_prefill());
+        let sizes = BatchSizes::new(device, context, &of_drafter);
         let room = |config| Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
         let Footprint { weights, working, .. } = match draft {
             DraftCheckpoint::Model(draft) => {
@@ -83,8 +83,7 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        let prompts_apart = device.has_prefill();
-        let sizes = BatchSizes::new(device, context, &options, prompts_apart);
+        let sizes = BatchSizes::new(device, context, &options);
         let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
         // Said before anything is loaded.
         let fits = |kept| {
@@ -112,7 +111,7 @@ impl GpuBatch {
         let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None).map(drop), told)?;
         let of_draft = |error| Error::DraftModel(Box::new(error));
         let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);
-        let with_model = |weights| Self::with_weights(device, config, weights, context, options, prompts_apart);
+        let with_model = |weights| Self::with_weights(device, config, weights, context, options);
         let Some(draft) = draft else { return with_model(weights) };
         let (mut batch, drafter): (Self, Box<dyn BatchBackend>) = match draft {
             DraftCheckpoint::Model(draft) => {
@@ -182,6 +181,6 @@ impl GpuBatch {
         });
         let tokens = (sequences * context).min(room).max(context.next_multiple_of(PAGE_TOKENS));
         let options = options.of_drafter(Some(tokens));
-        Self::with_weights(device, config, weights, context, options, device.has_prefill())
+        Self::with_weights(device, config, weights, context, options)
     }
 }

@@ -39,7 +39,8 @@ pub struct BatchSizes {
 
 impl BatchSizes {
     /// What `options` say, or what is good on `device`.
-    pub fn new(device: &Device, context: usize, options: &BatchOptions, prompts_apart: bool) -> Self {
+    pub fn new(device: &Device, context: usize, options: &BatchOptions) -> Self {
+        let prompts_apart = device.has_prefill();
         let tuning = device.capabilities().tuning();
         let generating = options.sequences.unwrap_or(tuning.sequences).clamp(1, BatchOptions::MOST_SEQUENCES) as usize;
         let sequences = generating + if prompts_apart { generating / AHEAD } else { 0 };
@@ -171,13 +172,15 @@ impl BatchSizes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::DeviceOptions;
 
     #[test]
     fn passes_have_no_more_rows_than_kernels() {
-        let device = Device::emulator(1);
         let rows = |sequences, prompts_apart| {
+            let device =
+                Device::emulator_with(1, &DeviceOptions { prefill: Some(prompts_apart), ..Default::default() });
             let options = BatchOptions { sequences, ..BatchOptions::default() };
-            let sizes = BatchSizes::new(&device, 64, &options, prompts_apart);
+            let sizes = BatchSizes::new(&device, 64, &options);
             (sizes.decode_rows(), sizes.room(0).rows, sizes.sequences)
         };
         assert_eq!(rows(None, true), (64, 64, 8));

@@ -10,6 +10,7 @@
 use cuda_std::{Global, bf16, bulk, shared, thread, warp};
 
 use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
+use crate::activations::element_at;
 use crate::decode::consumer::some::slot;
 use crate::decode::consumer::{Addend, Consumer, Part, sync};
 use crate::decode::problem::Problem;
@@ -33,8 +34,8 @@ const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + SCRATCH_BYTES);
 type Codes = ([[u32; 4]; 4], f32);
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// Makes codes of all rows' activations, `[count, k]`, spread over the grid: a warp takes four groups of a row at a
-    /// time. Groups beyond `k` in the last chunk are zeros.
+    /// Makes codes of all rows' [activations](crate::activations), of `k` each, spread over the grid: a warp takes four
+    /// groups of a row at a time. Groups beyond `k` in the last chunk are zeros.
     ///
     /// # Safety
     /// `x` has the rows, of `k` elements each, a multiple of 16, and all blocks have shown what they wrote there.
@@ -53,7 +54,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 let element = half * (CHUNK_INPUTS / 2) + lane * 16;
                 let mut words = [[0; 4]; 2];
                 if element < k {
-                    let x = x.at((row * k + element) as usize);
+                    let x = x.at(element_at(row, element));
                     words = [x.load16(0), x.load16(8)];
                 }
                 let mut largest = 0;
@@ -150,6 +151,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let Problem { x, k, is_normed, .. } = part.problem;
             cuda_std::assume(self.count > 0);
             let norm = if is_normed { self.p.work.norm() } else { Norm::default() };
+            self.wait();
             self.encode_rows(x, k);
             self.arrive();
             self.wait_for_all();
