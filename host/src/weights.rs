@@ -93,7 +93,7 @@ impl DeviceWeights {
         let mut plan = Plan::new(device);
         let planned = || Self::planned(&of_checkpoint, &checkpoint.config, kept, &mut plan);
         // Where matrices wait to be laid out, as long as this takes.
-        let (mut this, _staging) = timed("memory for the weights", planned)?;
+        let (this, _staging) = timed("memory for the weights", planned)?;
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
