@@ -105,23 +105,24 @@ pub(crate) trait FragmentFormat: WeightFormat {
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
 }
 
-/// bf16, as core matrices.
+/// bf16, as core matrices. With `AHEAD` fragments are loaded as if they were [costly](FragmentFormat::COSTLY), an N-tile
+/// ahead of those that are multiplied: that takes registers, which kernels for up to 16 rows have.
 #[derive(Clone, Copy)]
-pub struct Plain;
+pub struct Plain<const AHEAD: bool = false>;
 
-impl WeightFormat for Plain {
+impl<const AHEAD: bool> WeightFormat for Plain<AHEAD> {
     type Products = OfFragments;
     type Head = Self;
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
-        unsafe { Self::fill_from(p.stream, ring, wave, n_tile, q) }
+        unsafe { Plain::<false>::fill_from(p.stream, ring, wave, n_tile, q) }
     }
 }
 
-impl FragmentFormat for Plain {
-    const COSTLY: bool = false;
+impl<const AHEAD: bool> FragmentFormat for Plain<AHEAD> {
+    const COSTLY: bool = AHEAD;
 
     #[inline(always)]
     unsafe fn load(

@@ -134,7 +134,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                 let n_tile = unit.n_tile - passed;
                 let by_boxes = F::BY_BOXES && plain.is_null();
                 let stages = StageSources::new(if F::BY_BOXES { plain } else { p.stream }, &wave, n_tile);
-                let bytes = if by_boxes { F::stage_bytes(p) } else { Plain::stage_bytes(p) };
+                let bytes = if by_boxes { F::stage_bytes(p) } else { <Plain>::stage_bytes(p) };
                 let mut k_split = unit.k_split;
                 while k_split < unit.end {
                     // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights

@@ -27,7 +27,7 @@ entry_points! {
     /// The forward pass of 2 to 8 rows.
     decode_8: decode::<Plain, 1, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows.
-    decode_16: decode::<Plain, 2, CHAIN, MMA>;
+    decode_16: decode::<Plain<true>, 2, CHAIN, MMA>;
     /// [`decode_8`], of packed weights.
     decode_8_lossless: decode::<Lossless, 1, CHAIN, ANY>;
     /// [`decode_16`], of packed weights.
@@ -45,7 +45,7 @@ entry_points! {
     /// [`decode_16_int4`], with scales in f16.
     decode_16_int4_f16: decode::<Quantized<Int4<2>>, 2, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows that may be a tree.
-    decode_tree: decode::<Plain, 2, TREE, MMA>;
+    decode_tree: decode::<Plain<true>, 2, TREE, MMA>;
     /// [`decode_tree`], of packed weights.
     decode_tree_lossless: decode::<Lossless, 2, TREE, MMA>;
     /// [`decode_tree`], of layers in FP8.
@@ -57,7 +57,7 @@ entry_points! {
     /// The forward pass of 2 to 8 rows, each of a sequence of its own.
     decode_8_sequences: decode::<Plain, 1, SEQUENCES, ANY>;
     /// The forward pass of 2 to 16 rows, each of a sequence of its own.
-    decode_16_sequences: decode::<Plain, 2, SEQUENCES, ANY>;
+    decode_16_sequences: decode::<Plain<true>, 2, SEQUENCES, ANY>;
     /// [`decode_8_sequences`], of packed weights.
     decode_8_sequences_lossless: decode::<Lossless, 1, SEQUENCES, ANY>;
     /// [`decode_16_sequences`], of packed weights.

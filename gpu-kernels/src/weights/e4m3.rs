@@ -23,6 +23,6 @@ impl<H: WeightFormat> WeightFormat for E4m3<H> {
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
-        unsafe { Plain::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }
+        unsafe { Plain::<false>::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }
     }
 }
