@@ -25,8 +25,9 @@
 //! # Order
 //! Slices form split-K partials, which are added in the order of [`linear`](crate::linear).
 //! [`attention`](crate::attention) shares its code: this kernel gives the bits of the unfused path, whatever the grid.
-//! Two warps have each of the four split-K partials, and take two slices of a chunk: of up to 8 rows each warp those of
-//! every other N-tile, of more rows each those of all N-tiles for 8 of the rows.
+//! Two warps have each of the four split-K partials, and take two slices of a chunk: each warp those of every other
+//! N-tile; or of more than 8 rows, with a short ring, or plain weights in long contexts, those of all N-tiles for 8 of
+//! the rows.
 //!
 //! # Safety
 //! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS) and the
@@ -166,6 +167,7 @@ const fn ring(short: bool) -> Shape {
 pub struct DecodeStep {
     /// The rows, at most 8 or 16: of one sequence, at consecutive positions, or of [`decode_tree`] a
     /// [tree](crate::tree), or of [`decode_16_sequences`] of several sequences; and what else every whole step has.
+    /// What GEMMs of several rows read lies in [whole lines](crate::activations).
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.

@@ -105,8 +105,8 @@ pub(crate) trait FragmentFormat: WeightFormat {
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32;
 }
 
-/// bf16, as core matrices. With `AHEAD` fragments are loaded as if they were [costly](FragmentFormat::COSTLY), an N-tile
-/// ahead of those that are multiplied: that takes registers, which kernels for up to 16 rows have.
+/// bf16, as core matrices. With `AHEAD` fragments are loaded like [costly](FragmentFormat::COSTLY) ones, an N-tile
+/// ahead of those that are multiplied: for up to 16 rows, where attention leaves registers for it.
 #[derive(Clone, Copy)]
 pub struct Plain<const AHEAD: bool = false>;
 
