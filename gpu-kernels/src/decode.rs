@@ -25,9 +25,8 @@
 //! # Order
 //! Slices form split-K partials, which are added in the order of [`linear`](crate::linear).
 //! [`attention`](crate::attention) shares its code: this kernel gives the bits of the unfused path, whatever the grid.
-//! Two warps have each of the four split-K partials, and take two slices of a chunk: each warp those of every other
-//! N-tile; or of more than 8 rows, with a short ring, or plain weights in long contexts, those of all N-tiles for 8 of
-//! the rows.
+//! Two warps have each of the four split-K partials, and take two slices of a chunk. Each takes every other N-tile; or
+//! with a short ring, and with plain weights of more than 8 rows in long contexts, all N-tiles for 8 of the rows.
 //!
 //! # Safety
 //! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS) and the
@@ -167,12 +166,13 @@ const fn ring(short: bool) -> Shape {
 pub struct DecodeStep {
     /// The rows, at most 8 or 16: of one sequence, at consecutive positions, or of [`decode_tree`] a
     /// [tree](crate::tree), or of [`decode_16_sequences`] of several sequences; and what else every whole step has.
-    /// What GEMMs of several rows read lies in [whole lines](crate::activations).
+    /// What GEMMs of several rows read lies in [whole lines](crate::activations), and has room for
+    /// [`MAX_DECODE_ROWS`] rows however few a step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.
     pub stream: Global<bf16>,
-    /// The same, packed: of the kernels that read them so.
+    /// The same, packed: all of them, or the head alone for kernels that read codes and a packed head.
     pub lossless: Lossless,
     /// The layers' matrices as [codes](crate::weights::quantized#layout): of the kernels that read them.
     pub codes: Global<u8>,
@@ -180,7 +180,8 @@ pub struct DecodeStep {
     pub e4m3: crate::e4m3::Weights,
     /// Where their inputs' codes are, of several rows.
     pub inputs: crate::e4m3::Inputs,
-    /// The chunk of the stream at which the head begins: of the kernels that read codes of the layers' matrices.
+    /// The chunk at which the head begins, of the stream or of what is packed, whichever has it: of the kernels that
+    /// read codes of the layers' matrices.
     pub head_base: u64,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,

@@ -209,7 +209,8 @@ pub struct MakePairs {
     pub input_norm: Global<bf16>,
     /// `[dim]` that of the hidden state's.
     pub hidden_norm: Global<bf16>,
-    /// `[rows, 2 · dim]`, written: both, normed. For a pass in one launch as [it reads](crate::activations) them.
+    /// `[rows, 2 · dim]`, written: both, normed. For a pass in one launch as [it reads](crate::activations) them, with
+    /// room for all rows that such a pass may have.
     pub pairs: GlobalMut<bf16>,
     /// `[rows, dim]`, written: the residual stream.
     pub x: GlobalMut<f32>,

@@ -312,18 +312,6 @@ impl Error {
         let doing = doing.to_owned();
         move |error| Self::Driver { doing, reason: error.to_string() }
     }
-
-    /// Whether there was too little memory for a model, one that drafts for it, or their cache.
-    pub(crate) fn is_lack_of_memory(&self) -> bool {
-        match self {
-            Self::ModelTooLarge { .. }
-            | Self::CacheTooLarge { .. }
-            | Self::CpuCacheTooLarge { .. }
-            | Self::DraftModelTooLarge { .. } => true,
-            Self::DraftModel(error) => error.is_lack_of_memory(),
-            _ => false,
-        }
-    }
 }
 
 /// Bytes for a person.

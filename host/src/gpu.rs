@@ -134,7 +134,12 @@ impl Gpu {
         Self::with_draft_model(checkpoint, None, device, capacity, progress)
     }
 
-    /// The same with a draft model or head, if there is one.
+    /// The model on the device.
+    pub fn forward(&self) -> &Forward {
+        &self.forward
+    }
+
+    /// As [`new`](Self::new), with a draft model or head, if there is one.
     ///
     /// # Errors
     /// As [`new`](Self::new); a draft model with another vocabulary, or a head that was made for another model.
@@ -164,8 +169,8 @@ impl Gpu {
             }
         };
         let kept = Kept::of(checkpoint, device)?;
-        let may_be_beside = kept.filter(|kept| kept.plain && fits(plain.keeping(config, Some(*kept)), beside).is_ok());
-        let kept = may_be_beside.or(kept.map(Kept::alone));
+        let all_of_it = kept.filter(|kept| fits(plain.keeping(config, Some(*kept)), beside).is_ok());
+        let kept = all_of_it.or(kept.map(Kept::alone));
         let footprint = plain.keeping(config, kept);
         fits(footprint, beside)?;
         let (of_model, of_draft) = (footprint.weights, beside.map_or(0, |of| of.weights));

@@ -105,13 +105,13 @@ impl Kept {
         card.has_full_ring() && of_layer >= card.tuning().lossless_from
     }
 
-    /// This form, without bf16 weights beside.
+    /// This form, with nothing beside.
     #[must_use]
     pub const fn only(form: Form) -> Self {
         Self { form, plain: false, head: None }
     }
 
-    /// The same without bf16 weights beside.
+    /// The same with nothing beside: neither bf16 weights, nor a packed head.
     #[must_use]
     pub fn alone(self) -> Self {
         Self::only(self.form)

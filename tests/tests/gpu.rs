@@ -295,7 +295,7 @@ fn a_thousand_prompts_give_the_same_tokens() -> Result<(), Failed> {
         let options =
             BatchOptions { sequences: Some(sequences), draft, draft_rows: 4 * sequences, ..BatchOptions::default() };
         let progress = &mut |_, _| ControlFlow::Continue(());
-        let backend = GpuBatch::load(&checkpoint, by, &Device::cuda(0)?, 256, options, progress)?;
+        let backend = GpuBatch::load(&checkpoint, by, &Device::cuda(0)?, &[256], options, progress)?;
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), true), &jobs, None);
         if let Some((id, _)) = answers.iter().find(|(id, answer)| answer.tokens != expected[*id]) {
             return Err(format!("request {id} differs in a batch with {draft:?}").into());
@@ -460,7 +460,7 @@ fn a_request_gives_the_tokens_in_any_batch(opened: &DeviceOptions) -> Result<(),
             mask_wait: None,
         };
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
-        let backend = GpuBatch::load(&checkpoint, None, &Device::cuda_with(0, opened)?, CONTEXT, options, progress)?;
+        let backend = GpuBatch::load(&checkpoint, None, &Device::cuda_with(0, opened)?, &[CONTEXT], options, progress)?;
         let (answers, happened) = together(&checkpoint, Arranged::priced(Box::new(backend), to_host), &jobs, None);
         println!("{happened:?}");
         for (id, answer) in &answers {
@@ -498,7 +498,7 @@ fn a_card_that_others_fill_does_not_end_a_batch(opened: &DeviceOptions) -> Resul
     let run = |filled: bool| -> Result<_, Failed> {
         let others = Device::cuda_with(0, opened)?;
         let progress = &mut |_, _| std::ops::ControlFlow::Continue(());
-        let backend = GpuBatch::load(&checkpoint, None, &Device::cuda_with(0, opened)?, 400, options, progress)?;
+        let backend = GpuBatch::load(&checkpoint, None, &Device::cuda_with(0, opened)?, &[400], options, progress)?;
         let mut taken = Vec::new();
         for bytes in if filled { &[1 << 30, 32 << 20, 1 << 20, 1 << 12][..] } else { &[] } {
             while let Ok(buffer) = others.zeroed::<u8>(*bytes) {

@@ -145,10 +145,8 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let sizes = BatchSizes::new(device, context, &options);
         let prompts_apart = sizes.prompt_rows().is_some();
-        // Elsewhere than on Hopper every pass has the bits of the decode kernel.
-        let has_decode = device.has_decode_kernel() && (prompts_apart || !device.capabilities().has_gemms());
-        let coming = if has_decode { DECODE_BYTES } else { 0 };
-        let pages = sizes.pages(config, device, &options, weights.e4m3().is_some(), coming)?;
+        let has_decode = Self::has_decode(device);
+        let pages = sizes.pages(config, device, &options, weights.e4m3().is_some(), Self::decode_bytes(device))?;
         let mut forward = Forward::with_room(device, config, weights, sizes.room(pages))?;
         if has_decode && forward.prepare_decode()? && prompts_apart {
             forward.prepare_batched()?;
@@ -199,6 +197,16 @@ impl GpuBatch {
             mover,
             forward,
         })
+    }
+
+    /// Whether steps of few rows are the decode kernel's. Elsewhere than on Hopper every pass has its bits.
+    fn has_decode(device: &Device) -> bool {
+        device.has_decode_kernel() && (device.has_prefill() || !device.capabilities().has_gemms())
+    }
+
+    /// What it takes beside the weights.
+    fn decode_bytes(device: &Device) -> u64 {
+        if Self::has_decode(device) { DECODE_BYTES } else { 0 }
     }
 
     /// The model on the device.

@@ -231,14 +231,9 @@ impl Batch {
         let contexts = load.batch_contexts(&checkpoint.config, options.cache_tokens)?;
         let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
             Some(device) => {
-                let mut contexts = contexts.into_iter();
-                Box::new(loop {
-                    let context = contexts.next().expect("the last one's error is returned");
-                    match GpuBatch::load(&checkpoint, draft, &device, context, options, progress) {
-                        Err(error) if error.is_lack_of_memory() && contexts.len() > 0 => {}
-                        loaded => break loaded?,
-                    }
-                })
+                // The emulator would take all of the host's memory.
+                let contexts = if device.is_emulator() { &contexts[contexts.len() - 1..] } else { &contexts };
+                Box::new(GpuBatch::load(&checkpoint, draft, &device, contexts, options, progress)?)
             }
             None => {
                 let limits = options.cpu_limits(&checkpoint.config, load.context_for(&checkpoint.config)?);

@@ -159,6 +159,10 @@ fn quantised_weights_are_read_as_codes() {
             assert_eq!(has_packed_head, forward.compact_bytes().is_some() && device.has_full_ring(), "{}", case.name);
             forward.compact_bytes()
         };
+        // The engine keeps it as well, whatever else it keeps.
+        let device = Device::emulator(1);
+        let gpu = Gpu::new(&checkpoint, &device, CONTEXT, &mut |_, _| ControlFlow::Continue(())).unwrap();
+        assert_eq!(gpu.forward().packed_head_bytes().is_some(), gpu.forward().compact_bytes().is_some());
         let plain = DeviceOptions { lossless: Some(false), ..DeviceOptions::default() };
         assert_eq!(compact(&plain), None, "{}", case.name);
         let smaller = !["gptq_desc_act", "w4a16_zeros"].contains(&case.name.as_str());

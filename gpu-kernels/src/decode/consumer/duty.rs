@@ -167,8 +167,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         Tile { stage: ring.ahead(self.n_tile(s)), chunk: turn % F::CHUNKS, ends }
     }
 
-    /// If fragments are costly, those of the first N-tile of a part, whose first stage is the ring's next:
-    /// [`costly`](Self::costly) has the next ones ready when it multiplies.
+    /// If fragments are costly and the ring is not short, those of the first N-tile of a part, whose first stage is the
+    /// ring's next: [`costly`](Self::costly) has the next ones ready when it multiplies. Otherwise nothing is loaded.
     ///
     /// # Safety
     /// `ring` is where the part's first turn begins, and nothing of the part was loaded.

@@ -22,6 +22,9 @@ use crate::{Error, Progress};
 /// A draft model's cache takes at most one part in so many of the memory that the weights leave, or holds one sequence.
 const DRAFTER_SHARE: u64 = 8;
 
+/// What a context longer than the shortest takes beside the cache is at most one part in so many of the free memory.
+const CONTEXT_SHARE: u64 = 32;
+
 /// The least that a draft model or a head with its batch takes.
 #[derive(Clone, Copy)]
 struct LeastDrafter {
@@ -68,31 +71,39 @@ impl LeastDrafter {
 }
 
 impl GpuBatch {
-    /// Uploads `checkpoint` to `device`, for sequences of up to `context` tokens; what `options` leave open is as much
-    /// as there is memory for. With a model that drafts for it, if there is one.
+    /// Uploads `checkpoint` to `device`, for sequences of up to so many tokens: of `contexts`, the longest first, the
+    /// first that there is memory for, and that takes little of it beside the cache. What `options` leave open is as
+    /// much as there is memory for. With a model that drafts for it, if there is one.
     ///
     /// # Errors
     /// As [`Gpu::with_draft_model`](crate::Gpu::with_draft_model); a cache larger than the memory.
+    ///
+    /// # Panics
+    /// If there is no context: a bug of the caller.
     pub fn load(
         checkpoint: &Checkpoint,
         draft: Option<&DraftCheckpoint>,
         device: &Device,
-        context: usize,
+        contexts: &[usize],
         options: BatchOptions,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
-        let sizes = BatchSizes::new(device, context, &options);
-        let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
+        let shortest = *contexts.last().expect("a context");
         // Said before anything is loaded.
-        let fits = |kept| {
+        let fits_with = |context: usize, kept: Option<Kept>| {
+            let sizes = BatchSizes::new(device, context, &options);
+            let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
             let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
                 .keeping(config, kept);
             let least = Footprint { working: least.working + SPARE, ..least };
             let left = least.left_on(device, context)?;
             beside.map_or(Ok(()), |beside: LeastDrafter| beside.fits(device, context, left))?;
-            let coming = least.weights + beside.map_or(0, LeastDrafter::bytes);
+            // A drafter may take more than the least, which a longer context is not to be in the way of.
+            let free = device.free_memory()?.filter(|_| draft.is_some() && context > shortest);
+            let of_drafter = beside.map_or(0, LeastDrafter::bytes) + free.map_or(0, |free| free / DRAFTER_SHARE);
+            let coming = least.weights + of_drafter + Self::decode_bytes(device);
             let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
             let pages = sizes.pages(config, device, &options, in_e4m3, coming)?;
             let tier = sizes.host_pages(config, &options, pages)?;
@@ -103,8 +114,20 @@ impl GpuBatch {
             }
             Ok(pages)
         };
-        let kept = Self::kept(checkpoint, device, (&sizes, &options), fits)?;
+        // A longer context is no reason for another form.
+        let sizes = BatchSizes::new(device, shortest, &options);
+        let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| fits_with(shortest, kept))?;
+        let working = |context| {
+            let sizes = BatchSizes::new(device, context, &options);
+            Footprint::of_room(config, &sizes.room(0), sizes.prompt_rows()).working
+        };
+        let free = device.free_memory()?;
+        let is_cheap = |context| free.is_none_or(|free| working(context) - working(shortest) <= free / CONTEXT_SHARE);
+        let fitting = contexts.iter().find(|&&context| is_cheap(context) && fits_with(context, kept).is_ok());
+        let context = *fitting.unwrap_or(&shortest);
+        let fits = |kept| fits_with(context, kept);
         fits(kept)?;
+        let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
         let of_model = DeviceWeights::bytes(config, kept);
         let all = of_model + beside.map_or(0, |beside| beside.weights);
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
@@ -149,7 +172,7 @@ impl GpuBatch {
         fits: impl Fn(Option<Kept>) -> Result<usize, Error>,
     ) -> Result<Option<Kept>, Error> {
         if let Some(coded) = Kept::coded(checkpoint, device)? {
-            return Ok(Some(coded));
+            return Ok(Some(if fits(Some(coded)).is_ok() { coded } else { coded.alone() }));
         }
         // Packed weights are quicker where there are few rows.
         let are_wanted = sizes.are_few() || device.options().lossless == Some(true);
