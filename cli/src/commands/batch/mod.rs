@@ -79,8 +79,9 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     loads[0].context_for(&checkpoint.config)?;
     let shape = defaults.shape(&checkpoint.generation);
     // By default a card's memory decides, and an answer is the same wherever it has room.
-    let context = loads[0].context.map_or("default".to_owned(), |context| context.to_string());
-    let fingerprint = format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()));
+    let asked = loads[0].context;
+    let named = asked.map_or("default".to_owned(), |context| context.to_string());
+    let fingerprint = format!("fp_{:016x}", xxh3_64(format!("{:x} {named} {shape}", checkpoint.digest()).as_bytes()));
 
     // Before the model is loaded: what is wrong here should be known at once.
     let (mut output, Earlier { done, unsealed }) = open_output(&to, ordered, &fingerprint)?;
@@ -103,6 +104,10 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
     // Any of the devices may get any request.
     let context = batches.iter().map(|batch| batch.context()).min().expect("at least one device");
+    let most = checkpoint.config.max_position_embeddings;
+    if report.is_told() && asked.is_none() && context < most {
+        printing::note(&format!("a request has {context} tokens at most; --context takes up to {most}, if memory does"));
+    }
     let reader = Reader::new(&checkpoint, defaults, context);
     let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
 
