@@ -16,6 +16,7 @@ use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
 pub use self::compact::Compact;
+pub(crate) use self::compact::check_size;
 use self::staging::{Plan, Staging, rows_together};
 use crate::device::{Buffer, Device, Filling};
 use crate::e4m3::{self, E4m3};

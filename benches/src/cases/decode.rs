@@ -87,9 +87,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     let streamed = forward.prepare_decode()?;
     let compact = forward.compact_bytes();
     let bytes = weight_bytes(config, sizes.code, compact);
-    // Of one row the head may be packed.
-    let head = 2 * config.head().weights() as u64;
-    let saved = forward.packed_head_bytes().map_or(0, |packed| head.saturating_sub(packed));
+    let saved = head_saved(config, forward.packed_head_bytes());
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
     let mut history = device.upload(&tokens)?;
     let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
@@ -176,6 +174,11 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
         }
     }
     Ok(())
+}
+
+/// Bytes that a step of one row need not read, if it finds the head packed.
+fn head_saved(config: &Config, packed: Option<u64>) -> u64 {
+    packed.map_or(0, |packed| (2 * config.head().weights() as u64).saturating_sub(packed))
 }
 
 /// Bytes of the weights that a step reads: of quantised layers the codes, with scales and zeros as tight as the

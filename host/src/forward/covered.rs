@@ -11,7 +11,7 @@ use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::stream::{chunks, n_tiles};
-use crate::weights::{DeviceLayer, DeviceWeights};
+use crate::weights::{DeviceLayer, DeviceWeights, check_size};
 
 impl Forward {
     /// What [`check`](Self::check) asks for, in words.
@@ -64,8 +64,7 @@ pub(super) fn check_weights(
     let LayerPlan { hidden, attention, .. } = config.plan;
     let head_dim = attention.head_dim;
     let check = |what: &'static str, weight: &Buffer<bf16>, expected: usize| {
-        let found = if weight.device().is_same_card(device) { weight.len() } else { 0 };
-        if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
+        check_size(what, (weight.device(), device), weight.len(), expected)
     };
     let optional = |what, weight: &Option<Buffer<bf16>>, expected: usize| match weight {
         Some(weight) => check(what, weight, expected),
@@ -110,10 +109,7 @@ pub(super) fn check_weights(
     }
     if let Some(head) = packed_head {
         let expected = chunks([n_tiles(&config.head())], device.sms()) as usize;
-        let found = if head.device().is_same_card(device) { head.chunks() as usize } else { 0 };
-        if found != expected {
-            return Err(Error::Weights { what: "packed head, in chunks,", found, expected });
-        }
+        check_size("packed head, in chunks,", (head.device(), device), head.chunks() as usize, expected)?;
     }
     compact.check(device, config, stream)
 }

@@ -89,9 +89,15 @@ impl PackedSize {
         });
         let head = (Matrix::Head.number(config.num_hidden_layers), vec![&weights.head], false);
         let matrices: Vec<_> = of_layers.chain([head]).collect();
-        let sample = |(number, parts, beside): &(usize, Vec<_>, bool)| Sample::of(*number, parts, *beside, every);
-        let samples = matrices.par_iter().map(sample).collect::<Result<Vec<_>, Error>>()?;
-        Ok(Self::of_samples(&samples))
+        // Each is counted by the thread that has read it, and then forgotten.
+        let counted = |(number, parts, beside): &(usize, Vec<_>, bool)| {
+            let sample = Sample::of(*number, parts, *beside, every)?;
+            Ok::<_, Error>((sample.size(), sample.counts()))
+        };
+        let counted = matrices.par_iter().map(counted).collect::<Result<Vec<_>, _>>()?;
+        let (sizes, counts): (Vec<_>, Vec<_>) = counted.into_iter().unzip();
+        let counts = counts.into_iter().collect::<Option<Vec<_>>>();
+        Ok(counts.and_then(|counts| Self::of_counts(sizes.into_iter(), &counts)))
     }
 
     /// The same of the head alone.

@@ -84,8 +84,20 @@ impl Compact {
                 ("chunks of packed matrices", packed.device(), packed.chunks(), expected)
             }
         };
-        let found = if owner.is_same_card(device) { found } else { 0 };
-        let (found, expected) = (found as usize, expected as usize);
-        if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
+        check_size(what, (owner, device), found as usize, expected as usize)
     }
+}
+
+/// Whether as much of a weight is on a device as is expected there, if its owner is that device.
+///
+/// # Errors
+/// [`Error::Weights`].
+pub(crate) fn check_size(
+    what: &'static str,
+    (owner, device): (&Device, &Device),
+    found: usize,
+    expected: usize,
+) -> Result<(), Error> {
+    let found = if owner.is_same_card(device) { found } else { 0 };
+    if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
 }

@@ -24,7 +24,7 @@ use std::time::Duration;
 use anyhow::{anyhow, bail};
 use host::LoadOptions;
 use host::batch::{BatchOptions, Metrics, Queue};
-use model::OpenOptions;
+use model::{Checkpoint, OpenOptions};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -37,7 +37,7 @@ use crate::commands::batch::result::{Seal, Writer, Written};
 use crate::commands::batch::worker::Worker;
 use crate::interrupt::Deferred;
 use crate::progress::Progress;
-use crate::resolve::batch::{Batch as Command, Run};
+use crate::resolve::batch::{Batch as Command, Defaults, Run};
 use crate::{Ending, loading, output as printing};
 
 /// Requests on their way to the line for the devices, and results on theirs to the output.
@@ -76,12 +76,10 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead(&load.options)).collect();
     let checkpoint = loading::open(&source, OpenOptions { check_finite: false, weights }, report)?;
     let model = source.to_string();
-    loads[0].context_for(&checkpoint.config)?;
-    let shape = defaults.shape(&checkpoint.generation);
-    // By default a card's memory decides, and an answer is the same wherever it has room.
+    // What is asked for is the same of all devices.
     let asked = loads[0].context;
-    let named = asked.map_or("default".to_owned(), |context| context.to_string());
-    let fingerprint = format!("fp_{:016x}", xxh3_64(format!("{:x} {named} {shape}", checkpoint.digest()).as_bytes()));
+    loads[0].context_for(&checkpoint.config)?;
+    let fingerprint = fingerprint(&checkpoint, asked, &defaults);
 
     // Before the model is loaded: what is wrong here should be known at once.
     let (mut output, Earlier { done, unsealed }) = open_output(&to, ordered, &fingerprint)?;
@@ -104,9 +102,8 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
     // Any of the devices may get any request.
     let context = batches.iter().map(|batch| batch.context()).min().expect("at least one device");
-    let most = checkpoint.config.max_position_embeddings;
-    if report.is_told() && asked.is_none() && context < most {
-        printing::note(&format!("a request has {context} tokens at most; --context takes up to {most}, if memory does"));
+    if report.is_told() && asked.is_none() {
+        tell_context(context, checkpoint.config.max_position_embeddings);
     }
     let reader = Reader::new(&checkpoint, defaults, context);
     let devices = batches.iter().map(|batch| batch.device()).collect::<Vec<_>>().join(", ");
@@ -168,6 +165,22 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
     }
     ended
+}
+
+/// What results of a model, a context that was asked for, and settings have in common.
+fn fingerprint(checkpoint: &Checkpoint, context: Option<usize>, defaults: &Defaults) -> String {
+    let shape = defaults.shape(&checkpoint.generation);
+    // By default a card's memory decides, and an answer is the same wherever it has room.
+    let context = context.map_or("default".to_owned(), |context| context.to_string());
+    format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()))
+}
+
+/// Says how many tokens a request may have by default, if the model could have more.
+fn tell_context(context: usize, most: usize) {
+    if context < most {
+        let more = format!("--context takes up to {most}, if memory does");
+        printing::note(&format!("a request has {context} tokens at most; {more}"));
+    }
 }
 
 /// What earlier runs have left in the output.

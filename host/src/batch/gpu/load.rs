@@ -121,9 +121,8 @@ impl GpuBatch {
             let sizes = BatchSizes::new(device, context, &options);
             Footprint::of_room(config, &sizes.room(0), sizes.prompt_rows()).working
         };
-        let free = device.free_memory()?;
-        let is_cheap = |context| free.is_none_or(|free| working(context) - working(shortest) <= free / CONTEXT_SHARE);
-        let fitting = contexts.iter().find(|&&context| is_cheap(context) && fits_with(context, kept).is_ok());
+        let most = device.free_memory()?.map_or(u64::MAX, |free| working(shortest) + free / CONTEXT_SHARE);
+        let fitting = contexts.iter().find(|&&context| working(context) <= most && fits_with(context, kept).is_ok());
         let context = *fitting.unwrap_or(&shortest);
         let fits = |kept| fits_with(context, kept);
         fits(kept)?;
