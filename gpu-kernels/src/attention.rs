@@ -116,6 +116,22 @@ impl Attend {
         }
     }
 
+    /// The same of four dimensions from `d` on, a multiple of 4.
+    ///
+    /// # Safety
+    /// As for [`keep`](Self::keep).
+    #[inline(always)]
+    pub(crate) unsafe fn keep_four(&self, split: u32, pair: usize, d: u32, sums: [f32; 4], scale: [f32; 2]) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let at = pair * self.splits as usize + split as usize;
+            self.sums.store16(at * HEAD_DIM as usize + d as usize, sums.map(f32::to_bits));
+            if d == 0 {
+                self.scales.cast().store(at, scale);
+            }
+        }
+    }
+
     /// The sums of a split for a pair among all rows' heads.
     ///
     /// # Safety

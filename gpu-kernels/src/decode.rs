@@ -514,7 +514,7 @@ unsafe fn run<
         } else {
             give_registers();
             if warp_id == WARPS {
-                produce::<F, ROWS, SHORT>(p, ONE);
+                produce::<F, ROWS, ATTENTION, SHORT>(p, ONE);
             } else if ONE && warp_id == WARPS + 1 {
                 consumer::factors(p, flag);
             }

@@ -142,6 +142,44 @@ impl Ring {
         unsafe { self.full().test_wait(self.parity) }
     }
 
+    /// A consumer waits until this stage and another one are full. Both are asked at once, as an answer takes its time.
+    ///
+    /// # Safety
+    /// As for [`wait_full`](Self::wait_full), of both.
+    #[inline(always)]
+    pub unsafe fn wait_full_beside(&self, other: &Self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            if !(self.full().try_wait(self.parity) & other.full().try_wait(other.parity)) {
+                self.wait_full();
+                other.wait_full();
+            }
+        }
+    }
+
+    /// A consumer waits until the next `count` stages are full, four at most, likewise.
+    ///
+    /// # Safety
+    /// As for [`wait_full`](Self::wait_full), of all these; `count` is from 1 to 4.
+    #[inline(always)]
+    pub unsafe fn wait_full_few(&self, count: u32) {
+        // Of one that is not wanted the first.
+        let stage = |i: usize| self.ahead(if (i as u32) < count { i as u32 } else { 0 });
+        // SAFETY: the caller's word.
+        unsafe {
+            let mut all = true;
+            unroll!(I < 4; {
+                let stage = stage(I);
+                all &= stage.full().try_wait(stage.parity);
+            });
+            if !all {
+                unroll!(I < 4; {
+                    stage(I).wait_full();
+                });
+            }
+        }
+    }
+
     /// Whether the stage and the next one are full, likewise.
     #[inline(always)]
     pub unsafe fn is_full_pair(&self) -> bool {
@@ -155,15 +193,8 @@ impl Ring {
     /// As for [`wait_full`](Self::wait_full), of both: the next stage is to be filled, too.
     #[inline(always)]
     pub unsafe fn wait_full_pair(&self) {
-        let next = self.ahead(1);
         // SAFETY: the caller's word.
-        unsafe {
-            let (one, other) = (self.full().try_wait(self.parity), next.full().try_wait(next.parity));
-            if !(one & other) {
-                self.wait_full();
-                next.wait_full();
-            }
-        }
+        unsafe { self.wait_full_beside(&self.ahead(1)) }
     }
 
     /// A producer waits until the stage is free.

@@ -116,7 +116,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
-            while let Some(share) = units.take::<ROWS, SHORT>(p.work.kv_heads) {
+            while let Some(share) = units.take::<ROWS, ATTENTION, SHORT>(p.work.kv_heads) {
                 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
                 if ATTENTION == WGMMA {
                     self.share_of_all::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
@@ -371,7 +371,6 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             (prepared.kv_head, prepared.tiles, prepared.staged) = (share.kv_head, 0..1, false);
             self.attend_all(attend, share, group, prepared.turn);
             prepared.turn += 1;
-            self.release(2 * share.pages, thread::opaque(thread::lane_id()));
         }
     }
 
@@ -574,14 +573,31 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     unsafe fn release(&mut self, chunks: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            // Every warp has seen every chunk arrive before it releases it. TMA writes here next.
+            // TMA writes here next.
             bulk::fence_proxy_async();
             warp::sync_warp();
             if lane < chunks {
                 let chunk = self.ring.ahead(lane);
+                // Every warp has seen every chunk arrive before it releases it.
                 chunk.wait_full();
                 chunk.empty().arrive();
             }
+            self.ring = self.ring.ahead(chunks);
+        }
+    }
+
+    /// The same of chunks that have all arrived, as the warp knows: it has waited for each, or has met who did. Only
+    /// `wgmma` has read them, or all lanes have [fenced](bulk::fence_proxy_async) their reading.
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release), of such chunks.
+    #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+    #[inline(always)]
+    pub(super) unsafe fn release_seen(&mut self, chunks: u32, lane: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            warp::sync_warp();
+            self.ring.ahead(lane).empty().arrive_if(lane < chunks);
             self.ring = self.ring.ahead(chunks);
         }
     }

@@ -34,7 +34,7 @@ pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
 }
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block
-/// takes consecutive ones.
+/// takes consecutive ones. Of attention by `wgmma` it is all pairs.
 #[derive(Clone, Copy)]
 pub struct Units {
     /// Query heads of a key-value head.
@@ -43,7 +43,7 @@ pub struct Units {
     pub tile_rows: u32,
     /// Splits of the context, as they are scheduled; of several sequences 1 if a block takes all of a head's.
     splits: u32,
-    /// Tiles of a split.
+    /// Tiles of a split that are units of their own.
     tiles: u32,
     /// The next unit, `(kv_head · splits + split) · tiles + tile`.
     next: u32,
@@ -91,10 +91,10 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        // Of attention by `wgmma` a block takes all tiles of a split.
-        let (together, units) = if ATTENTION == WGMMA { (tiles, 1) } else { (1, tiles) };
-        let all = p.work.kv_heads * splits * units;
-        let [next, end] = [block, block + 1].map(|block| block * all / grid * together);
+        // Of attention by `wgmma` all tiles of a split are one unit.
+        let tiles = if ATTENTION == WGMMA { 1 } else { tiles };
+        let all = p.work.kv_heads * splits * tiles;
+        let [next, end] = [block, block + 1].map(|block| block * all / grid);
         Self { group, tile_rows, splits, tiles, next, end, last }
     }
 
@@ -188,7 +188,7 @@ impl Units {
     /// The next that share keys and values, of so many key-value heads. Keys leave a [short](super::short) ring before
     /// the values come: there they are shared by as many tiles as are weighed together.
     #[inline(always)]
-    pub fn take<const ROWS: u8, const SHORT: bool>(&mut self, kv_heads: u32) -> Option<Share> {
+    pub fn take<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(&mut self, kv_heads: u32) -> Option<Share> {
         let most = if are_few::<ROWS>(self.tile_rows, self.group) { 1 } else { 2 };
         let most = |left: u32| if SHORT { left.min(most) } else { left };
         if ROWS == SEQUENCES {
@@ -213,9 +213,16 @@ impl Units {
         if self.is_empty() {
             return None;
         }
-        let (item, tile) = divide(self.next, self.tiles);
-        let end = self.tiles.min(tile + most(self.end - self.next));
-        self.next += end - tile;
+        let (item, tile, end);
+        if ATTENTION == WGMMA {
+            // Backwards: what the step adds to a head's last split is made with the head's queries, at once.
+            self.end -= 1;
+            (item, tile, end) = (self.end, 0, 1);
+        } else {
+            (item, tile) = divide(self.next, self.tiles);
+            end = self.tiles.min(tile + most(self.end - self.next));
+            self.next += end - tile;
+        }
         let (kv_head, split) = divide(item, self.splits);
         let pages = ((self.last - split * SPLIT) / PAGE_TOKENS + 1).min(SPLIT_PAGES);
         Some(Share { kv_head, split, pages, tiles: tile..end, first_row: 0, first_tile: 0 })
@@ -298,7 +305,10 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
 /// All lanes of one warp call it, once, when the block has synchronised. `one_row` says whether the step has one row,
 /// and consumers run it so.
 #[inline(always)]
-pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &DecodeStep, one_row: bool) {
+pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
+    p: &DecodeStep,
+    one_row: bool,
+) {
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
@@ -310,7 +320,7 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const SHORT: bool>(p: &De
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache::<ROWS, SHORT>(p, &mut ring, index / 4, Units::load(), one_row);
+                produce_cache::<ROWS, ATTENTION, SHORT>(p, &mut ring, index / 4, Units::load(), one_row);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
                 walk.chunks = p.head_base;
@@ -371,7 +381,7 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
 /// # Safety
 /// `units` are the block's, none of which was taken; `layer` is below the number of layers.
 #[inline(always)]
-unsafe fn produce_cache<const ROWS: u8, const SHORT: bool>(
+unsafe fn produce_cache<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
     p: &DecodeStep,
     ring: &mut Ring,
     layer: u32,
@@ -384,7 +394,8 @@ unsafe fn produce_cache<const ROWS: u8, const SHORT: bool>(
         let sequence_of = |row: u32| p.work.rows.sequences.load(row as usize);
         let of_all = sequence_of(0);
         let mut filled = 0;
-        while let Some(Share { kv_head, split, pages, first_row, .. }) = units.take::<ROWS, SHORT>(p.work.kv_heads) {
+        while let Some(share) = units.take::<ROWS, ATTENTION, SHORT>(p.work.kv_heads) {
+            let Share { kv_head, split, pages, first_row, .. } = share;
             let sequence = if ROWS == SEQUENCES { sequence_of(first_row) } else { of_all };
             let mut i = 0;
             while i < 2 * pages {

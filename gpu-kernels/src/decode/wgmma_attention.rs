@@ -129,6 +129,27 @@ macro_rules! scores {
 /// A lane's sums: two pairs, dimensions `8 j + 2 t` and one on of its warpgroup's.
 type Sums = [[f32; 4]; 8];
 
+/// The same as `[16 dimensions][pair]` four neighbouring ones, so that they are stored at once: of every two lanes
+/// beside each other one has the first eight's, and one the others'. A warp does it together.
+#[inline(always)]
+fn in_fours(sums: Sums, lane: u32) -> [[[f32; 4]; 2]; 4] {
+    // By bits: of a condition the compiler may make a branch, and lanes that part have to be gathered for each shuffle.
+    let of_upper = thread::opaque(0u32.wrapping_sub(lane % 2));
+    let choose = |lower: u32, upper: u32| lower & !of_upper | upper & of_upper;
+    let mut fours = [[[0f32; 4]; 2]; 4];
+    unroll!(C < 4; {
+        unroll!(I < 2; {
+            unroll!(E < 2; {
+                let (lower, upper) = (sums[2 * C][2 * I + E].to_bits(), sums[2 * C + 1][2 * I + E].to_bits());
+                let other = warp::shuffle_xor(choose(upper, lower), 1);
+                fours[C][I][E] = f32::from_bits(choose(lower, other));
+                fours[C][I][2 + E] = f32::from_bits(choose(other, upper));
+            });
+        });
+    });
+    fours
+}
+
 /// Adds a window's sums, of the first or second half of the upper accumulators.
 macro_rules! add_window {
     ($sums:ident, $second:literal, $factors:expr) => {{
@@ -218,15 +239,15 @@ impl Scales {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// All pairs of the step against a share's keys and values in the ring's next stages, of which nothing is
-    /// released. The queries are in place. `turn` counts such shares.
+    /// All pairs of the step against a share's keys and values in the ring's next stages, which are released. The
+    /// queries are in place. `turn` counts such shares.
     ///
     /// # Safety
     /// All consumers call it. The step has at most [`ALL_PAIRS`] pairs; their queries, and the keys and values that the
     /// step adds to the split, are in place and fenced, and all have met since. `turn` grows by one from share to
     /// share.
     #[inline(always)]
-    pub unsafe fn attend_all(&self, attend: &Attend, share: &Share, group: Divisor, turn: u32) {
+    pub unsafe fn attend_all(&mut self, attend: &Attend, share: &Share, group: Divisor, turn: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let &Share { kv_head, split, pages, .. } = share;
@@ -250,11 +271,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 sync();
             }
             self.weigh_all(attend, &tile, (ring, pages), scales, (&rows, of_rows), has_paths);
-            // A lane a page: looking takes its time.
-            if lane < pages {
-                ring.ahead(pages + lane).wait_full();
-            }
-            warp::sync_warp();
+            // Lanes that wait for a page each would have to be gathered again, which takes longer.
+            ring.ahead(pages).wait_full_few(pages);
             bulk::fence_proxy_async();
             sync();
             let factors = scales.factors();
@@ -263,25 +281,34 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             } else {
                 add_all(ring, pages, half, &factors)
             };
+            if has_paths {
+                // Ordinary loads have read the stages, too.
+                bulk::fence_proxy_async();
+            }
+            self.release_seen(2 * pages, lane);
             let position = self.slots();
+            let sums = in_fours(sums, lane);
             unroll!(I < 2; {
                 let pair = pair + 8 * I as u32;
                 if pair < tile.pairs {
                     let (row, place) = (tile.row(pair), tile.place(attend, pair));
                     let (position, head) = (position(row), place as u32 - row * attend.q_heads);
-                    let dimension = |j: usize| half * (HEAD_DIM / 2) + 8 * j as u32 + 2 * (lane % 4);
+                    let first = half * (HEAD_DIM / 2) + lane % 2 * 8 + lane % 4 / 2 * 4;
                     if position / SPLIT < split {
                         // The row has no keys here; a later one has.
                     } else if position < SPLIT {
                         let norm = factors.norms[I];
-                        unroll!(J < 8; {
-                            let word = math::pack_bf16(sums[J][2 * I] / norm, sums[J][2 * I + 1] / norm);
-                            self.put_pair(row, head, dimension(J), word);
+                        unroll!(C < 4; {
+                            unroll!(H < 2; {
+                                let [a, b] = [sums[C][I][2 * H] / norm, sums[C][I][2 * H + 1] / norm];
+                                let d = first + 16 * C as u32 + 2 * H as u32;
+                                self.put_pair(row, head, d, math::pack_bf16(a, b));
+                            });
                         });
                     } else {
                         let scale = [factors.tops[I], factors.norms[I]];
-                        unroll!(J < 8; {
-                            attend.keep(split, place, dimension(J), [sums[J][2 * I], sums[J][2 * I + 1]], scale);
+                        unroll!(C < 4; {
+                            attend.keep_four(split, place, first + 16 * C as u32, sums[C][I], scale);
                         });
                     }
                 }
@@ -310,8 +337,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let first = tile.warp_id / 4 * 2;
             let page = |i: u32| ring.ahead(if first + i < pages { first + i } else { pages });
             let stages = [page(0), page(1)];
-            stages[0].wait_full();
-            stages[1].wait_full();
+            stages[0].wait_full_beside(&stages[1]);
             let queries = Operand::at(shared::dynamic::<u8>(SCRATCH));
             wgmma::fence();
             begin_scores::<false>(queries, Operand::at(stages[0].stage_buffer()));
