@@ -4,9 +4,9 @@
 //! # Safety
 //! The same as for all [consumers](super::consumer): all lanes of the eight warps call what is unsafe here, in the same
 //! order, since they synchronise. Shares and tiles are the step's. The ring's next stages are the pages of the share in
-//! hand, keys first, which the producer has from the same [`Units`]. A warp reads a page when it has waited for it, and
-//! all release it once. In scratch memory queries come first; behind them lies what queries are made with, and then the
-//! tiles' weights or sums: one is written when all have met behind the reading of the other.
+//! hand, keys first, which the producer has from the same [`Units`]. A warp reads a page when it has waited for it, or
+//! has met one that has, and all release it once. In scratch memory queries come first; behind them lies what queries
+//! are made with, and then the tiles' weights or sums: one is written when all have met behind the other's reading.
 
 use core::ops::Range;
 
@@ -586,8 +586,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The same of chunks that have all arrived, as the warp knows: it has waited for each, or has met who did. Only
-    /// `wgmma` has read them, or all lanes have [fenced](bulk::fence_proxy_async) their reading.
+    /// The same of chunks that have all arrived, as the warp knows: it has waited for each, or has met who did. What
+    /// lanes have stored there, and read by ordinary loads, they have [fenced](bulk::fence_proxy_async).
     ///
     /// # Safety
     /// As for [`release`](Self::release), of such chunks.
@@ -597,6 +597,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         // SAFETY: the caller's word.
         unsafe {
             warp::sync_warp();
+            // Lanes that arrive nowhere may be further ahead than the ring is long.
             self.ring.ahead(lane).empty().arrive_if(lane < chunks);
             self.ring = self.ring.ahead(chunks);
         }

@@ -34,7 +34,7 @@ pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
 }
 
 /// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block
-/// takes consecutive ones. Of attention by `wgmma` it is all pairs.
+/// takes consecutive ones. Of attention by `wgmma` a unit has all pairs, and a block takes its units from the last on.
 #[derive(Clone, Copy)]
 pub struct Units {
     /// Query heads of a key-value head.
@@ -43,11 +43,11 @@ pub struct Units {
     pub tile_rows: u32,
     /// Splits of the context, as they are scheduled; of several sequences 1 if a block takes all of a head's.
     splits: u32,
-    /// Tiles of a split that are units of their own.
+    /// Units of a split.
     tiles: u32,
-    /// The next unit, `(kv_head · splits + split) · tiles + tile`.
+    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`.
     next: u32,
-    /// One beyond the last.
+    /// One beyond the last that is left.
     end: u32,
     /// The last position; of a tree, the last slot.
     last: u32,
@@ -215,7 +215,7 @@ impl Units {
         }
         let (item, tile, end);
         if ATTENTION == WGMMA {
-            // Backwards: what the step adds to a head's last split is made with the head's queries, at once.
+            // Backwards: what the step adds to a head, to its last split or two, is made with the head's queries.
             self.end -= 1;
             (item, tile, end) = (self.end, 0, 1);
         } else {
