@@ -86,7 +86,8 @@ fn steps_in_launches_give_the_bits_of_the_step_in_one() {
 }
 
 /// Three of the contexts are long: where every CTA has a whole split, 16 rows have a kernel of their own. At 648 tokens
-/// the step's own positions lie in two pages, which the kernel's two warpgroups have, and at 520 in two splits.
+/// the step's own positions lie in two pages, which the kernel's two warpgroups have, and at 520 in two splits,
+/// where what would be a tree is a chain.
 #[test]
 fn steps_of_any_rows_give_the_bits_of_launches() {
     let (hopper, short) = (&Device::emulator(5), &Device::emulator_with(5, &short_ring()));

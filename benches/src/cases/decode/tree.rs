@@ -1,5 +1,7 @@
-//! A step whose rows are a tree of drafts: four tokens at each depth, of which the first has children.
+//! A step whose rows are a tree of drafts: four tokens at each depth, of which the first has children. Where its rows
+//! would lie in two splits of the keys they are a chain, as [`plan_tree`](tree::plan_tree) has it.
 
+use gpu_kernels::attention::SPLIT;
 use gpu_kernels::draft_model::DraftWords;
 use gpu_kernels::drafting::ONE;
 use gpu_kernels::logprobs::Note;
@@ -12,7 +14,7 @@ use host::forward::{Forward, RowOutput};
 
 /// Tokens at a depth.
 const BRANCHES: u32 = 4;
-/// More passes of a drafter than a step's rows are deep.
+/// More passes of a drafter than a tree is deep; a chain goes on as a match does.
 const PASSES: u32 = 5;
 
 /// What a drafter has left of such a tree.
@@ -36,21 +38,22 @@ impl Tree {
     pub fn new(device: &Device, vocab: u32) -> Result<Self, Error> {
         let mut words = [0; DraftWords::COUNT];
         words[DraftWords::CHAINED] = PASSES;
-        [words[DraftWords::MODEL], words[DraftWords::CONFIDENCE]] = [ONE / 2; 2];
+        for word in [DraftWords::MODEL, DraftWords::CONFIDENCE, DraftWords::NGRAM] {
+            words[word] = ONE / 2;
+        }
         let mut notes = vec![0; MAX_DECODE_ROWS as usize * Note::WORDS];
-        let mut drafts = vec![0; MAX_DECODE_ROWS as usize];
+        let drafts: Vec<i32> = (0..MAX_DECODE_ROWS).map(|row| token(row.max(1) - 1, 0, vocab) as i32).collect();
         for (pass, note) in (0..PASSES).zip(notes.chunks_mut(Note::WORDS)) {
             let total = u64::from(BRANCHES) * UNIT_MASS;
             [note[Note::TOTAL], note[Note::TOTAL + 1]] = [total as u32, (total >> 32) as u32];
             for branch in 0..BRANCHES {
                 note[Note::TOP + 2 * branch as usize] = token(pass, branch, vocab);
             }
-            drafts[1 + pass as usize] = token(pass, 0, vocab) as i32;
         }
         Ok(Self {
             words: device.upload(&words)?,
             drafts: device.upload(&drafts)?,
-            draft_rows: device.upload(&[1 + PASSES as i32])?,
+            draft_rows: device.upload(&[MAX_DECODE_ROWS as i32])?,
             notes: device.upload(&notes)?,
             told: device.zeroed(1)?,
             vocab,
@@ -102,12 +105,14 @@ impl Tree {
         logits: &[f32],
     ) -> Result<usize, Error> {
         let mut differing = 0;
+        let rows = logits.len() as u32 / self.vocab;
+        let branches = if root % SPLIT + rows <= SPLIT { BRANCHES } else { 1 };
         for (row, found) in (0..).zip(logits.chunks(self.vocab as usize)) {
-            // Row 0 is the root; then come four at each depth.
-            let depth = u32::div_ceil(row, BRANCHES);
+            // Row 0 is the root; then come as many at each depth.
+            let depth = u32::div_ceil(row, branches);
             let mut path: Vec<i32> = (1..depth).map(|depth| token(depth - 1, 0, self.vocab) as i32).collect();
             if row > 0 {
-                path.push(token(depth - 1, (row - 1) % BRANCHES, self.vocab) as i32);
+                path.push(token(depth - 1, (row - 1) % branches, self.vocab) as i32);
             }
             history.write(root as usize + 1, &path)?;
             let state = SequenceState { history: history.ptr_mut(), words: Default::default() };
