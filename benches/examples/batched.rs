@@ -10,7 +10,7 @@
 //! bandwidth is not measured: to compare builds of the kernels in seconds (docs/guide/profile.md).
 
 use benches::cases::ceilings;
-use benches::{Arguments, Bench};
+use benches::{Arguments, Bench, shape};
 use gpu_kernels::batch::{self, Put};
 use gpu_kernels::batched::PhaseKind;
 use gpu_kernels::kv::PAGE_TOKENS;
@@ -114,7 +114,7 @@ fn step(
     case: &Case,
     bandwidth: Option<f64>,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let mut config = Config::published(size).ok_or("no such size")?;
+    let (_, mut config) = shape(size)?;
     config.num_hidden_layers = layers.unwrap_or(config.num_hidden_layers);
     let sequences = case.contexts.len();
     let context = case.contexts.iter().max().copied().unwrap_or(CONTEXT);
@@ -237,10 +237,9 @@ fn print_phases(trace: &[(PhaseKind, Vec<u64>)], config: &Config, kv: f64, bandw
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments = Arguments::read()?;
     let size = arguments.word(0).unwrap_or("8B");
-    let (size, layers) = match size.split_once('/') {
-        Some((size, layers)) => (size, Some(layers.parse()?)),
-        None => (size, None),
-    };
+    // The path of a file has such strokes too.
+    let with_layers = size.rsplit_once('/').and_then(|(size, layers)| Some((size, layers.parse().ok()?)));
+    let (size, layers) = with_layers.map_or((size, None), |(size, layers)| (size, Some(layers)));
     let device = arguments.device()?;
     let mut bandwidth = None;
     if layers.is_none() {

@@ -9,11 +9,10 @@
 
 use std::time::Duration;
 
-use benches::{Arguments, Run, tokens};
+use benches::{Arguments, Run, shape, tokens};
 use host::forward::Forward;
 use host::weights::DeviceWeights;
 use host::{Draft, DraftWeights, Gpu, ModelDraft, NgramDraft};
-use model::Config;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -35,7 +34,7 @@ fn main() -> Result<()> {
     let (config, device) = arguments.subject(size)?;
     let draft_config = match draft_size {
         "small" => config.clone(),
-        name => Config::published(name).ok_or_else(|| format!("no size is called {name}"))?,
+        name => shape(name)?.1,
     };
     Forward::check(&config)?;
     Forward::check(&draft_config)?;

@@ -35,7 +35,7 @@ pub use repository::{demo, repository, text};
 pub use run::Run;
 pub use script::draft_by_script;
 pub use statistics::Samples;
-pub use subject::{Arguments, Weights, tokens};
+pub use subject::{Arguments, Weights, shape, tokens};
 
 /// The kernels of `benches/kernels`, for each level that a card may have: what [`DeviceOptions::modules`] takes.
 pub static MODULES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));

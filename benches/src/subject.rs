@@ -1,6 +1,7 @@
 //! What the examples share: their command line, the shape that is measured, and the device.
 
 use std::error::Error;
+use std::path::Path;
 use std::str::FromStr;
 
 use host::device::{Device, DeviceOptions, KernelFile};
@@ -106,16 +107,38 @@ impl Arguments {
         Device::emulator_with(1, &self.options)
     }
 
-    /// The published shape of that name, and card 0; of `small`, a small shape and the emulator.
+    /// The [`shape`] of that name, and card 0; of `small`, a small shape and the emulator.
     ///
     /// # Errors
     /// No such shape, or no such card.
     pub fn subject(&self, name: &str) -> Result<(Config, Device), Box<dyn Error>> {
         match name {
             "small" => Ok((decode::DecodeSizes::small().config, self.emulator())),
-            name => Ok((Config::published(name).ok_or_else(|| format!("no size is called {name}"))?, self.device()?)),
+            name => Ok((shape(name)?.1, self.device()?)),
         }
     }
+}
+
+/// The shape of a model, and what to call it: of a published Qwen3 by its size, or of any model by the path of its
+/// `config.json` or of the folder with it.
+///
+/// # Errors
+/// No such size and no such file, or a model that is not supported.
+pub fn shape(name: &str) -> Result<(String, Config), String> {
+    if let Some(size) = Config::PUBLISHED.into_iter().find(|size| size.eq_ignore_ascii_case(name)) {
+        return Config::published(size).map(|config| (size.to_owned(), config)).ok_or_else(|| size.to_owned());
+    }
+    let given = Path::new(name);
+    if !given.exists() {
+        let known = Config::PUBLISHED.join(", ");
+        return Err(format!("{name} is no size of Qwen3 ({known}), and no config.json or folder with one"));
+    }
+    let file = if given.is_dir() { given.join("config.json") } else { given.to_owned() };
+    let json = std::fs::read(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let config = Config::parse(&json, &file).map_err(|error| error.to_string())?;
+    let named = if file.file_stem().is_some_and(|stem| stem == "config") { file.parent() } else { None };
+    let label = named.and_then(Path::file_name).or(file.file_stem()).unwrap_or_default();
+    Ok((label.to_string_lossy().into_owned(), config))
 }
 
 /// A text of `len` tokens of this shape's vocabulary, drawn at random: the same each time.
@@ -127,7 +150,7 @@ pub fn tokens(config: &Config, len: usize) -> Vec<u32> {
 mod tests {
     use host::device::Level;
 
-    use super::{Arguments, KernelFile};
+    use super::{Arguments, KernelFile, shape};
 
     fn of(line: &str) -> Result<Arguments, String> {
         Arguments::of(line.split_whitespace().map(str::to_owned))
@@ -140,6 +163,17 @@ mod tests {
         assert_eq!(found.options.kernels.as_ref().map(KernelFile::path), Some("a.ptx".as_ref()));
         assert!(found.options.unfused && found.options.level == Some(Level::Sm90));
         assert_eq!(found.options.modules.len(), crate::MODULES.len());
+    }
+
+    #[test]
+    fn a_shape_is_a_size_or_a_file() {
+        assert_eq!(shape("0.6b").unwrap().0, "0.6B");
+        let folder = crate::repository().join("tests/golden/separate_llama_bf16");
+        let (name, config) = shape(&folder.display().to_string()).unwrap();
+        assert_eq!((name.as_str(), config.family.model_type), ("separate_llama_bf16", "llama"));
+        assert_eq!(shape(&folder.join("config.json").display().to_string()), Ok((name, config)));
+        assert!(shape("7B").unwrap_err().contains("0.6B, 1.7B"));
+        assert!(shape(&folder.join("golden.json").display().to_string()).is_err());
     }
 
     #[test]

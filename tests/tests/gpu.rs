@@ -63,7 +63,7 @@ fn main() -> ExitCode {
         ("sampled_output_is_the_same_with_drafts", sampled_output_is_the_same_with_drafts),
         ("drafts_by_a_model_change_nothing", drafts_by_a_model_change_nothing),
         ("sampled_output_has_the_distribution_of_the_model", sampled_output_has_the_distribution_of_the_model),
-        ("drafts_and_pieces_change_nothing_at_the_8b_shape", drafts_and_pieces_change_nothing_at_the_8b_shape),
+        ("drafts_and_pieces_change_nothing_at_published_shapes", drafts_and_pieces_change_nothing_at_published_shapes),
         ("the_prompt_may_come_in_any_pieces", the_prompt_may_come_in_any_pieces),
         (
             "a_pass_over_a_prompt_gives_the_same_bits_in_any_pieces",
@@ -312,18 +312,31 @@ fn sampled_output_has_the_distribution_of_the_model(options: &DeviceOptions) -> 
     Ok(check_demo(&mut engine_with(&demo(), GPU, options, 512), 4000)?)
 }
 
-fn drafts_and_pieces_change_nothing_at_the_8b_shape(options: &DeviceOptions) -> Result<(), Failed> {
+/// Qwen3-8B as it is, and models of the other families with less layers.
+fn drafts_and_pieces_change_nothing_at_published_shapes(options: &DeviceOptions) -> Result<(), Failed> {
+    drafts_and_pieces_change_nothing(&benches::shape("8B")?.1, options)?;
+    for name in ["Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-3B"] {
+        println!("{name}, 8 layers");
+        let file = repository().join(format!("tests/shapes/{name}.json"));
+        let config = Config { num_hidden_layers: 8, ..Config::parse(&std::fs::read(&file)?, &file)? };
+        drafts_and_pieces_change_nothing(&config, options)
+            .map_err(|failed| Failed::from(format!("{name}: {}", failed.message().unwrap_or("failed"))))?;
+    }
+    Ok(())
+}
+
+fn drafts_and_pieces_change_nothing(config: &Config, options: &DeviceOptions) -> Result<(), Failed> {
     // Scripts are drafted by a kernel of the benchmarks.
     let options = DeviceOptions { modules: benches::MODULES, ..options.clone() };
-    let (device, config) = (Device::cuda_with(0, &options)?, Config::published("8B").ok_or("no such shape")?);
+    let device = Device::cuda_with(0, &options)?;
     let (length, tokens) = (600, 96);
     // The weights, once more in the order of the stream, and the cache.
-    let needed = Footprint::of(&config, 1024, device.capabilities().has_gemms());
+    let needed = Footprint::of(config, 1024, device.capabilities().has_gemms());
     if device.free_memory()?.is_some_and(|free| free < 2 * needed.weights + needed.working) {
         println!("not on this card: it has too little memory");
         return Ok(());
     }
-    let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, 1024)?;
+    let mut gpu = Gpu::with_weights(&device, config, DeviceWeights::random(config, &device)?, 1024)?;
     let vocab = config.vocab_size as u64;
     let prompt: Vec<u32> = (0..length).map(|i| (model::sampling::random(11, i) % vocab) as u32).collect();
     let (plain, steps) = run(&mut gpu, &greedy(&prompt, tokens, None));

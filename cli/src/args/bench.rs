@@ -8,6 +8,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Subcommand, ValueEnum, ValueHint};
 use host::DeviceChoice;
 use host::device::{DeviceOptions, Level};
+use model::Config;
 
 use super::{at_least_one, bytes, shared_memory, trusted};
 
@@ -143,9 +144,9 @@ pub struct AttentionArgs {
 /// Arguments of `bench decode`.
 #[derive(Debug, Default, clap::Args)]
 pub struct DecodeArgs {
-    /// Which Qwen3: 0.6B, 1.7B, 4B, 8B, 14B or 32B [default: 8B]
-    #[arg(long, value_name = "SIZE", value_parser = size)]
-    pub size: Option<&'static str>,
+    /// Which Qwen3: 0.6B, 1.7B, 4B, 8B, 14B or 32B; or another model's config.json, or the folder with it [default: 8B]
+    #[arg(long, value_name = "SIZE", value_parser = benches::shape)]
+    pub size: Option<(String, Config)>,
     /// Tokens of the history, with commas [default: 128,8192,32768]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub context: Vec<u32>,
@@ -234,15 +235,6 @@ fn shape(text: &str) -> Result<(usize, usize), String> {
     text.split_once(['x', '×'])
         .and_then(|(k, n)| Some((k.trim().parse().ok()?, n.trim().parse().ok()?)))
         .ok_or_else(|| "it must be two numbers, such as 4096x6144".into())
-}
-
-/// A published model, by what its name ends in.
-fn size(text: &str) -> Result<&'static str, String> {
-    let known = model::Config::PUBLISHED;
-    known
-        .into_iter()
-        .find(|name| name.eq_ignore_ascii_case(text))
-        .ok_or_else(|| format!("no dense Qwen3 of that size; one of {}", known.join(", ")))
 }
 
 #[cfg(test)]

@@ -142,8 +142,7 @@ fn attention_group(args: AttentionArgs, small: bool) -> Group {
 
 fn decode_group(args: DecodeArgs, code: Option<Code>, small: bool) -> Group {
     let default = if small { decode::DecodeSizes::small() } else { decode::DecodeSizes::published() };
-    let named = args.size.and_then(|name| Some((name.to_string(), model::Config::published(name)?)));
-    let (name, config) = named.unwrap_or((default.name, default.config));
+    let (name, config) = args.size.unwrap_or((default.name, default.config));
     Group::Decode(decode::DecodeSizes {
         name,
         config,
