@@ -39,14 +39,12 @@ pub enum Error {
         /// The file.
         path: String,
     },
-    /// That file lacks a kernel.
+    /// That file has none of this program's kernels.
     #[error(
-        "{path} has no kernel {kernel} that tells its parameters; name a whole module of kernels that this version built, \
-         or leave --kernels out"
+        "--kernels {path} has no kernel of this program that tells its parameters; name a file of kernels that this \
+         version built, or leave --kernels out"
     )]
-    KernelMissing {
-        /// The kernel.
-        kernel: String,
+    KernelsMissing {
         /// The file.
         path: String,
     },

@@ -6,15 +6,18 @@
 use std::path::Path;
 use std::process::Command;
 
-/// The PTX of the test kernels for a level, without comments.
-fn build(arch: &str) -> String {
+use cuda_builder::CudaBuilder;
+
+/// The build of the test kernels for a level.
+fn builder(arch: &str) -> CudaBuilder {
     // Where build scripts have theirs: `core` is compiled once.
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("ptx").join(arch);
-    let modules = cuda_builder::CudaBuilder::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/device"))
-        .arch(arch)
-        .target_dir(&folder)
-        .build()
-        .unwrap_or_else(|error| panic!("{error}"));
+    CudaBuilder::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/device")).arch(arch).target_dir(folder)
+}
+
+/// Its PTX, without comments.
+fn build(arch: &str) -> String {
+    let modules = builder(arch).build().unwrap_or_else(|error| panic!("{error}"));
     let [module] = &modules[..] else { panic!("one module, not {modules:?}") };
     let path = &module.ptx;
     let ptxas = Command::new("ptxas").args(["-arch", arch, "-o", "/dev/null"]).arg(path).output();
@@ -140,8 +143,20 @@ fn both(ptx: &str) {
     assert_eq!(ptx.matches(".extern .shared .align 1024").count(), 1, "dynamic shared memory is declared once");
 }
 
+/// Before those of all kernels, so that these are what is left.
+fn some_kernels_are_built_alone() {
+    let modules = builder("sm_80").kernels(["xor", "idx"]).build().unwrap_or_else(|error| panic!("{error}"));
+    let names: Vec<_> = modules.iter().flat_map(|module| module.layouts.keys()).collect();
+    assert_eq!(names, ["idx", "xor"]);
+    let text = std::fs::read_to_string(&modules[0].ptx).unwrap();
+    assert_eq!(text.matches(".visible .entry ").count(), 2);
+    let error = builder("sm_80").kernels(["xor", "nor"]).build().unwrap_err().to_string();
+    assert!(error.contains("no kernel nor for sm_80"), "{error}");
+}
+
 #[test]
 fn ptx_is_what_was_meant() {
+    some_kernels_are_built_alone();
     both(&build("sm_80"));
     let ptx = build("sm_90a");
     both(&ptx);

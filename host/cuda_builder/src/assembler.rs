@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::{Error, io};
+use crate::{Error, io, tell_cargo};
 
 /// Names the environment variable that overrides the search of [`Assembler::find`]: the path of `ptxas`.
 pub const ASSEMBLER_VARIABLE: &str = "PTXAS";
@@ -18,12 +18,12 @@ impl Assembler {
     /// Looks for `ptxas`, in this order: the path in [`ASSEMBLER_VARIABLE`]; in `folder`; on the search path. None if
     /// it is nowhere.
     pub fn find(folder: &Path) -> Option<Self> {
-        println!("cargo::rerun-if-env-changed={ASSEMBLER_VARIABLE}");
+        tell_cargo(format_args!("rerun-if-env-changed={ASSEMBLER_VARIABLE}"));
         let named = std::env::var_os(ASSEMBLER_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
         let searched = std::env::var_os("PATH").unwrap_or_default();
         let searched = std::env::split_paths(&searched).map(|folder| folder.join("ptxas"));
         let path = named.into_iter().chain([folder.join("ptxas")]).chain(searched).find(|path| path.is_file())?;
-        println!("cargo::rerun-if-changed={}", path.display());
+        tell_cargo(format_args!("rerun-if-changed={}", path.display()));
         Some(Self { path })
     }
 

@@ -67,6 +67,16 @@ pub enum Error {
         /// The first line of what it said.
         reason: String,
     },
+    /// A kernel that was asked for, and that the crate does not have.
+    #[error("{krate} has no kernel {kernel} for {arch}; a kernel is named as its function is")]
+    NoKernel {
+        /// The kernel.
+        kernel: String,
+        /// The kernel crate's folder.
+        krate: String,
+        /// The target level.
+        arch: String,
+    },
     /// A kernel whose comments in the PTX are incomplete.
     #[error("the PTX does not tell the {about} of kernel {kernel}: declare it with #[kernel] of this cuda_std")]
     Note {
@@ -157,12 +167,14 @@ pub struct CudaBuilder {
     copy_to: Option<PathBuf>,
     target_dir: Option<PathBuf>,
     assembler: Option<Assembler>,
+    kernels: Vec<String>,
 }
 
 impl CudaBuilder {
     /// A build of the crate in folder `krate`, relative to the package whose build script runs.
     pub fn new(krate: impl Into<PathBuf>) -> Self {
-        Self { krate: krate.into(), arch: "sm_80".into(), copy_to: None, target_dir: None, assembler: None }
+        let krate = krate.into();
+        Self { krate, arch: "sm_80".into(), copy_to: None, target_dir: None, assembler: None, kernels: Vec::new() }
     }
 
     /// The level to compile for, such as `sm_80`, `sm_90` or `sm_90a`. The crate sees it, and those before it, whose
@@ -179,7 +191,7 @@ impl CudaBuilder {
         self
     }
 
-    /// Cargo's target directory for the device build. By default `ptx` in the outer build's own, so that
+    /// Cargo's target directory for the device build. By default one in `ptx` in the outer build's own, so that
     /// the two never wait for one lock and every profile of the host shares one device build.
     pub fn target_dir(mut self, path: impl Into<PathBuf>) -> Self {
         self.target_dir = Some(path.into());
@@ -192,19 +204,31 @@ impl CudaBuilder {
         self
     }
 
+    /// Builds these kernels alone, without warnings of what they leave unused: to try one in a part of the time that
+    /// all take. By default, or with none, all are built.
+    pub fn kernels<K: Into<String>>(mut self, kernels: impl IntoIterator<Item = K>) -> Self {
+        self.kernels = kernels.into_iter().map(Into::into).collect();
+        self
+    }
+
     /// Compiles, and returns the modules in the order of their names.
     ///
     /// # Errors
-    /// No usable toolchain, a compile error (its text goes to standard error), or a file that cannot be written. An
-    /// assembler that refuses a text is none: there is no machine code then, and a warning.
+    /// No usable toolchain, a compile error (its text goes to standard error), a [kernel](Self::kernels) that the crate
+    /// does not have at this level, or a file that cannot be written. An assembler that refuses a text is none: there
+    /// is no machine code then, and a warning.
     pub fn build(self) -> Result<Vec<Module>, Error> {
         let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
         let manifest = krate.join("Cargo.toml");
-        println!("cargo::rerun-if-changed={}", manifest.display());
+        tell_cargo(format_args!("rerun-if-changed={}", manifest.display()));
         let name = package_name(&std::fs::read_to_string(&manifest).map_err(io(&manifest))?);
-        println!("cargo::rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
+        tell_cargo(format_args!("rerun-if-env-changed={TOOLCHAIN_VARIABLE}"));
         let toolchain = Toolchain::find()?;
-        let target_dir = self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(&self.arch));
+        // What all kernels were built to stays as it is.
+        let folder = if self.kernels.is_empty() { self.arch.clone() } else { format!("{}.some", self.arch) };
+        let target_dir = self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(folder));
+        // Cargo runs in the crate's folder.
+        let target_dir = std::path::absolute(&target_dir).map_err(io(&target_dir))?;
 
         let mut command = Command::new(toolchain.cargo());
         for (name, _) in std::env::vars_os() {
@@ -229,7 +253,13 @@ impl CudaBuilder {
             .arg("--target-dir")
             .arg(&target_dir)
             // Of the kernels alone: the text of `core` is of no use to anyone.
-            .args(["--", "--emit=asm"]);
+            .args(["--", "--emit=asm"])
+            // Which kernels there are to be: see `#[kernel]`.
+            .arg("--check-cfg=cfg(cuda_kernels, values(any()))");
+        if !self.kernels.is_empty() {
+            command.args(["--cap-lints=allow", "--cfg=cuda_kernels"]);
+            command.args(self.kernels.iter().map(|kernel| format!("--cfg=cuda_kernels=\"{kernel}\"")));
+        }
         let status = command.status().map_err(io(toolchain.cargo()))?;
         if !status.success() {
             return Err(Error::Compile {
@@ -242,7 +272,7 @@ impl CudaBuilder {
 
         let release = target_dir.join("nvptx64-nvidia-cuda/release");
         for source in sources(&release.join(format!("{name}.d")))? {
-            println!("cargo::rerun-if-changed={source}");
+            tell_cargo(format_args!("rerun-if-changed={source}"));
         }
         let assembly = assembly_of(&name, &release.join("deps"))?;
         let text = std::fs::read_to_string(&assembly).map_err(io(&assembly))?;
@@ -251,6 +281,14 @@ impl CudaBuilder {
         let made = assembly.with_extension("ptx");
         let copy_to = self.copy_to.as_deref().unwrap_or(&made);
         let texts = modules::split(&launch_bounds::apply(&text))?;
+        let is_there = |kernel: &&String| texts.iter().any(|text| text.layouts.contains_key(*kernel));
+        if let Some(kernel) = self.kernels.iter().find(|kernel| !is_there(kernel)) {
+            return Err(Error::NoKernel {
+                kernel: kernel.clone(),
+                krate: krate.display().to_string(),
+                arch: self.arch,
+            });
+        }
         let (arch, assembler) = (self.arch.as_str(), self.assembler.as_ref());
         // The assembler works on one core.
         std::thread::scope(|scope| {
@@ -259,6 +297,18 @@ impl CudaBuilder {
             let parts: Vec<_> = texts.into_iter().map(|text| scope.spawn(move || write(text))).collect();
             parts.into_iter().map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         })
+    }
+}
+
+/// Whether Cargo runs this as a build script.
+fn is_build_script() -> bool {
+    std::env::var_os("OUT_DIR").is_some()
+}
+
+/// Tells Cargo, if that listens.
+fn tell_cargo(what: std::fmt::Arguments<'_>) {
+    if is_build_script() {
+        println!("cargo::{what}");
     }
 }
 
@@ -290,7 +340,12 @@ fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<
         match assembler.assemble(arch, &ptx, &path) {
             Ok(()) => Some(path),
             Err(error) => {
-                println!("cargo::warning={error}; the program will have the driver compile them");
+                let warning = format!("{error}; the program will have the driver compile them");
+                if is_build_script() {
+                    tell_cargo(format_args!("warning={warning}"))
+                } else {
+                    eprintln!("{warning}")
+                }
                 None
             }
         }
@@ -335,11 +390,11 @@ fn survives(name: &OsString) -> bool {
     !(about_outer_build || wrapper || clippy || name == "TARGET" || name == "HOST" || name == "OUT_DIR")
 }
 
-/// The folder that holds the profile folders of the build that runs this build script.
+/// The folder that holds the profile folders of the build that runs this build script; of another program, `target`.
 fn outer_target_dir() -> PathBuf {
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_else(|| "target/x/x/x/x".into()));
+    let out = std::env::var_os("OUT_DIR").map(PathBuf::from);
     // <target>/<profile>/build/<package>/out
-    out.ancestors().nth(4).unwrap_or(Path::new("target")).to_path_buf()
+    out.as_deref().and_then(|out| out.ancestors().nth(4)).unwrap_or(Path::new("target")).to_path_buf()
 }
 
 /// The name of a manifest's package, as its library has it.

@@ -1,4 +1,4 @@
-//! The kernels that are built in, and which of them a file takes the place of.
+//! The kernels that are built in, and what is checked of those that a file has in their place.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -79,14 +79,12 @@ impl Image {
 
 /// Checks that a module holds a kernel with the parameter block that has this digest.
 pub(super) fn check_kernel(kernel: &str, digest: u64, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
-    let found = layouts.get(kernel);
-    if found == Some(&digest) {
+    if layouts.get(kernel) == Some(&digest) {
         return Ok(());
     }
     let kernel = kernel.to_owned();
     Err(match origin {
         Origin::BuiltIn(_) => Error::KernelsBuiltWrongly { kernel },
-        Origin::File(path) if found.is_none() => Error::KernelMissing { kernel, path: path.clone() },
         Origin::File(path) => Error::KernelLayout { kernel, path: path.clone() },
     })
 }
@@ -113,16 +111,20 @@ impl Images {
         self.0.iter().copied().find(|image| image.module == module)
     }
 
-    /// The modules that the kernels of a file stand for: those that it holds whole, with the same parameter blocks.
-    pub(super) fn stand_for(&self, layouts: &Layouts, path: &str) -> Result<Vec<&'static str>, Error> {
+    /// Whether a file has every kernel of a module.
+    pub(super) fn is_whole(&self, module: &str, layouts: &Layouts) -> bool {
+        self.find(module).is_some_and(|image| image.layouts.iter().all(|(kernel, _)| layouts.contains_key(*kernel)))
+    }
+
+    /// Checks that a file has kernels of these modules, with the same parameter blocks.
+    pub(super) fn check_file(&self, layouts: &Layouts, path: &str) -> Result<(), Error> {
         let origin = Origin::File(path.to_owned());
-        let is_whole = |i: &&&Image| i.layouts.iter().all(|(kernel, _)| layouts.contains_key(*kernel));
-        let whole: Vec<_> = self.0.iter().filter(is_whole).collect();
-        if whole.is_empty() {
-            self.find(MAIN).map_or(Ok(()), |main| main.check(layouts, &origin))?;
+        let all = self.0.iter().flat_map(|image| image.layouts);
+        let shared: Vec<_> = all.filter(|(kernel, _)| layouts.contains_key(*kernel)).collect();
+        if shared.is_empty() {
+            return Err(Error::KernelsMissing { path: path.to_owned() });
         }
-        whole.iter().try_for_each(|image| image.check(layouts, &origin))?;
-        Ok(whole.iter().map(|image| image.module).collect())
+        shared.into_iter().try_for_each(|&(kernel, digest)| check_kernel(kernel, digest, layouts, &origin))
     }
 }
 
@@ -219,18 +221,16 @@ mod tests {
     #[test]
     fn a_file_with_another_parameter_block_is_refused_by_name() {
         let (images, mut others) = (Images::new(Level::Sm90a, &[]), layouts(main()));
-        assert_eq!(images.stand_for(&others, "a.cubin").unwrap(), [MAIN]);
+        images.check_file(&others, "a.cubin").unwrap();
         *others.get_mut("sample").unwrap() += 1;
-        let error = images.stand_for(&others, "a.cubin").unwrap_err().to_string();
+        let error = images.check_file(&others, "a.cubin").unwrap_err().to_string();
         assert!(error.contains("kernel sample of a.cubin") && error.contains("--kernels"), "{error}");
-        others.remove("sample");
-        let error = images.stand_for(&others, "a.cubin").unwrap_err().to_string();
-        assert!(error.contains("a.cubin has no kernel sample"), "{error}");
-        assert!(images.stand_for(&Layouts::new(), "a.cubin").is_err());
+        let error = images.check_file(&Layouts::new(), "a.cubin").unwrap_err().to_string();
+        assert!(error.contains("a.cubin") && error.contains("no kernel of this program"), "{error}");
     }
 
     #[test]
-    fn a_file_of_all_kernels_stands_for_every_module() {
+    fn a_file_has_all_kernels_or_some() {
         static OTHERS: [Image; 1] = [Image {
             arch: "sm_80",
             module: "other",
@@ -242,9 +242,13 @@ mod tests {
         let images = Images::new(Level::Sm80, &OTHERS);
         assert_eq!(images.find("other").map(|image| image.layouts), Some(OTHERS[0].layouts));
         let mut all: Layouts = images.0.iter().copied().flat_map(layouts).collect();
-        assert_eq!(images.stand_for(&all, "all.ptx").unwrap(), [MAIN, "other"]);
+        images.check_file(&all, "all.ptx").unwrap();
+        assert!([MAIN, "other"].iter().all(|module| images.is_whole(module, &all)));
         all.remove("sample");
-        assert_eq!(images.stand_for(&all, "all.ptx").unwrap(), ["other"]);
+        images.check_file(&all, "most.ptx").unwrap();
+        assert!(!images.is_whole(MAIN, &all) && images.is_whole("other", &all));
+        images.check_file(&Layouts::from([("measure".into(), 5)]), "one.ptx").unwrap();
+        assert!(images.check_file(&Layouts::from([("measure".into(), 6)]), "one.ptx").is_err());
         // A level has what was built for one before it.
         assert!(Images::new(Level::Sm90, &OTHERS).find("other").is_some());
         assert_eq!(Images::new(Level::Sm90, &[]).find(MAIN).map(|image| image.arch), Some("sm_90"));

@@ -24,6 +24,8 @@ pub(super) struct Kernels {
     images: Images,
     functions: HashMap<&'static str, Function>,
     modules: HashMap<&'static str, Arc<Loaded>>,
+    /// What takes the place of the built-in kernels of its names.
+    file: Option<Arc<Loaded>>,
 }
 
 #[derive(Clone, Copy)]
@@ -33,27 +35,20 @@ struct Function(sys::CUfunction);
 unsafe impl Send for Function {}
 
 impl Kernels {
-    /// Loads the main module for a level, and what a file of kernels stands for, if one is named.
+    /// Loads the main module for a level, and the file of kernels, if one is named.
     pub(super) fn load(level: Level, options: &DeviceOptions) -> Result<Self, Error> {
-        let (images, mut modules) = (Images::new(level, options.modules), HashMap::new());
-        if let Some(file) = &options.kernels {
-            let bytes = read(file.path())?;
-            let path = file.path().display().to_string();
-            let loaded = Arc::new(Loaded::new(&bytes, Origin::File(path.clone()))?);
-            for module in images.stand_for(&loaded.layouts, &path)? {
-                tracing::debug!("module {module} comes from {path}");
-                modules.insert(module, loaded.clone());
-            }
-        }
-        if !modules.contains_key(MAIN) {
+        let images = Images::new(level, options.modules);
+        let file = options.kernels.as_ref().map(|file| Loaded::file(&images, file.path())).transpose()?.map(Arc::new);
+        let mut modules = HashMap::new();
+        if !file.as_ref().is_some_and(|file| images.is_whole(MAIN, &file.layouts)) {
             modules.insert(MAIN, Arc::new(Loaded::built_in(&images, MAIN)?));
         }
-        Ok(Self { images, functions: HashMap::new(), modules })
+        Ok(Self { images, functions: HashMap::new(), modules, file })
     }
 
-    /// Whether the main module is machine code that is built in.
+    /// Whether the main module is machine code that is built in, and no file takes the place of any of it.
     pub(super) fn has_machine_code(&self) -> bool {
-        let main = self.modules.get(MAIN);
+        let main = self.modules.get(MAIN).filter(|_| self.file.is_none());
         main.is_some_and(|main| main.origin == Origin::BuiltIn(Form::MachineCode))
     }
 
@@ -64,13 +59,9 @@ impl Kernels {
         if let Some(function) = self.functions.get(name) {
             return Ok(function.0);
         }
-        let loaded = match self.modules.get(module) {
-            Some(loaded) => loaded.clone(),
-            None => {
-                let loaded = Arc::new(Loaded::built_in(&self.images, module)?);
-                self.modules.insert(module, loaded.clone());
-                loaded
-            }
+        let loaded = match self.file.as_ref().filter(|file| file.layouts.contains_key(name)) {
+            Some(file) => file.clone(),
+            None => self.module(module)?,
         };
         images::check_kernel(name, layout, &loaded.layouts, &loaded.origin)?;
         let function = loaded.module.function(name)?;
@@ -81,6 +72,16 @@ impl Kernels {
         }
         self.functions.insert(name, Function(function));
         Ok(function)
+    }
+
+    /// A module that is built in, loaded if it was not.
+    fn module(&mut self, module: &'static str) -> Result<Arc<Loaded>, Error> {
+        if let Some(loaded) = self.modules.get(module) {
+            return Ok(loaded.clone());
+        }
+        let loaded = Arc::new(Loaded::built_in(&self.images, module)?);
+        self.modules.insert(module, loaded.clone());
+        Ok(loaded)
     }
 }
 
@@ -101,6 +102,17 @@ impl Loaded {
         Ok(Self { module, layouts, origin })
     }
 
+    /// Loads a file's, for measurements.
+    fn file(images: &Images, path: &Path) -> Result<Self, Error> {
+        let name = path.display().to_string();
+        let bytes =
+            std::fs::read(path).map_err(|error| Error::Kernels { path: name.clone(), reason: error.to_string() })?;
+        let loaded = Self::new(&bytes, Origin::File(name.clone()))?;
+        images.check_file(&loaded.layouts, &name)?;
+        tracing::debug!("{} kernels come from {name}", loaded.layouts.len());
+        Ok(loaded)
+    }
+
     /// Loads one that is built in.
     fn built_in(images: &Images, module: &str) -> Result<Self, Error> {
         let unknown = || Error::NoModule { module: module.to_owned() };
@@ -110,11 +122,6 @@ impl Loaded {
         image.check(&loaded.layouts, &loaded.origin)?;
         Ok(loaded)
     }
-}
-
-/// Kernels of another build, for measurements.
-fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    std::fs::read(path).map_err(|error| Error::Kernels { path: path.display().to_string(), reason: error.to_string() })
 }
 
 /// The driver's module. (`cust` has one that tells no variable's size.)

@@ -23,8 +23,7 @@ pub struct DeviceOptions {
     /// Whether bf16 weights stay beside codes, or beside weights packed without loss, for the passes that read bf16.
     /// None is where they take a quarter of the free memory at most; not under the emulator.
     pub plain_beside: Option<bool>,
-    /// A file of kernels to load instead of those that are built in. It takes the place of each module that it holds
-    /// whole.
+    /// A file of kernels, each of which takes the place of the built-in one of its name.
     pub kernels: Option<KernelFile>,
     /// Modules of kernels beside those of this crate. One is loaded when a kernel of it is first launched.
     pub modules: &'static [Image],

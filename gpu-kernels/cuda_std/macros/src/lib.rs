@@ -103,14 +103,18 @@ fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
     let argument = format_ident!("params");
     // Cargo sets it for what it was asked to build, and not for what that depends on.
     let entry = std::env::var_os("CARGO_PRIMARY_PACKAGE").map(|_| {
+        // The build step may want some kernels alone, which it names. On the host nobody asks.
+        let wanted = quote!(#[cfg(any(not(cuda_kernels), cuda_kernels = #text))]);
         quote! {
             #(#attrs)*
             #[allow(clippy::missing_safety_doc)]
             #[cfg(target_arch = "nvptx64")]
+            #wanted
             #[unsafe(no_mangle)]
             #vis unsafe extern "ptx-kernel" fn #name(#parameter) #block
 
             #[cfg(target_arch = "nvptx64")]
+            #wanted
             ::core::arch::global_asm!(
                 #bounds,
                 #home,
