@@ -446,10 +446,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         // SAFETY: the caller's word.
         unsafe {
             let tile = &tiles[0];
-            let root = self.first_position();
             // The first warp whose keys rows may differ in: of a chain none does.
-            let apart =
-                if ROWS == TREE && !ONE { (root + 1).saturating_sub(tile.split * SPLIT) / WARP_KEYS } else { WARPS };
+            let apart = if ROWS == TREE && !ONE { self.apart(tile.split) } else { WARPS };
             // Rows of later tiles may reach keys that these do not.
             let page = tile.first_key() % SPLIT / PAGE_TOKENS;
             if wait.is_some() && page < pages {

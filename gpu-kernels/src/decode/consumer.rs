@@ -21,7 +21,7 @@ use cuda_std::{shared, thread};
 
 use super::problem::Problem;
 use super::producer::Units;
-use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS};
+use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS, WGMMA};
 use crate::activations::element_at;
 use crate::attention::Divisor;
 use crate::embedding::embed_each;
@@ -129,10 +129,11 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 if matrix == Matrix::Qkv {
                     let units = self.before_attention(layer);
                     self.wait();
-                    if TILES == 1 {
-                        self.attention::<4, false, ATTENTION>(layer, units);
+                    // With more at a time the code of a layer is more than an SM keeps of it.
+                    if ATTENTION == WGMMA {
+                        self.attention::<2, false, ATTENTION>(layer, units);
                     } else {
-                        self.attention::<8, false, ATTENTION>(layer, units);
+                        self.attention::<4, false, ATTENTION>(layer, units);
                     }
                     self.arrive();
                 } else if matrix == Matrix::Output {

@@ -91,6 +91,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         (split + 1) * SPLIT > self.first_position() + 1
     }
 
+    /// The first window of a split in which rows may differ, of [`WARP_KEYS`] keys each: the one with the position
+    /// behind the root's.
+    #[inline(always)]
+    pub fn apart(&self, split: u32) -> u32 {
+        (self.first_position() + 1).saturating_sub(split * SPLIT) / WARP_KEYS
+    }
+
     /// Where a row of a tree stands.
     #[inline(always)]
     pub unsafe fn depth_position(&self, row: u32) -> u32 {
@@ -143,6 +150,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     #[inline(always)]
     pub unsafe fn take_paths(&self, rows: &PairRows, first: u32, lane: u32, from: RowScores, to: &mut [[f32; 4]; 4]) {
         let first = first.wrapping_sub(self.first_position());
+        if first.wrapping_add(WARP_KEYS - 1) >= MAX_DECODE_ROWS + WARP_KEYS - 1 {
+            // Code that is jumped over in one piece need not be fetched.
+            return;
+        }
         // SAFETY: the caller's word.
         let paths = rows.of_lane.map(|row| unsafe { path(row) });
         unroll!(J < 4; {

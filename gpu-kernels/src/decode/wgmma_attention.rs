@@ -275,13 +275,22 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             ring.ahead(pages).wait_full_few(pages);
             bulk::fence_proxy_async();
             sync();
-            let factors = scales.factors();
-            let sums = if has_paths {
-                self.add_all_paths(&rows, &tile, (ring, pages), half, scales, factors.tops)
-            } else {
-                add_all(ring, pages, half, &factors)
-            };
+            let mut factors = scales.factors();
+            if ROWS == TREE {
+                // Windows in which rows have values of their own come later.
+                let apart = self.apart(split);
+                unroll!(W < 8; {
+                    if W as u32 >= apart {
+                        factors.windows[W] = [0.0; 2];
+                    }
+                });
+            }
+            let mut sums = add_all(ring, pages, half, &factors);
             if has_paths {
+                // Made anew: what is kept over the products takes registers from them.
+                let tile = Tile { split: thread::opaque(split), pairs: thread::opaque(tile.pairs), ..tile };
+                let scales = Scales { at: SCRATCH + QUERY_BYTES + thread::opaque(turn) % 2 * (2 * SCALES), pair };
+                self.add_all_paths(&tile, (pages, half), scales, factors.tops, &mut sums);
                 // Ordinary loads have read the stages, too.
                 bulk::fence_proxy_async();
             }
@@ -345,8 +354,6 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let slot = self.slots();
             let position = |row: u32| if ROWS == TREE { self.depth_position(row) } else { slot(row) };
             let last = [pair, pair + 8].map(|pair| tile.last_key(pair, position));
-            // Most splits end before the step's first row.
-            let last = self.has_paths(tile.split).then_some(last);
             unroll!(P < 2; {
                 if P == 0 {
                     wgmma::wait::<1>();
@@ -356,16 +363,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 let page = first + P as u32;
                 let first_key = tile.split * SPLIT + page * PAGE_TOKENS;
                 let mut scores = scores!(P);
-                if has_paths {
+                if has_paths && first_key + PAGE_TOKENS > self.first_position() {
                     unroll!(W < 2; {
                         self.take_paths(rows, first_key + W as u32 * WARP_KEYS, lane, of_rows, &mut scores[W]);
                     });
                 }
-                let weights = if last.is_none() {
-                    weigh_windows::<2, 2>(attend, first_key, lane, None, scores)
-                } else {
-                    weigh_windows::<2, 2>(attend, first_key, lane, last, scores)
-                };
+                let weights = weigh_windows::<2, 2>(attend, first_key, lane, Some(last), scores);
                 unroll!(W < 2; {
                     if lane.is_multiple_of(4) {
                         scales.leave(page * OF_PAGE + W as u32, &weights[W]);
@@ -381,31 +384,32 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// [`add_all`], of a split in which paths may part: by `mma`, which lets each row have values of its own.
+    /// Adds what [`add_all`] has left out: the values of windows in which paths may part, in half of the dimensions. It
+    /// is done by `mma`, which lets each row have values of its own.
     ///
     /// # Safety
     /// All weights and their [`Scales`] were left, the pages of values waited for, and all consumers have met since.
     #[inline(always)]
     unsafe fn add_all_paths(
         &self,
-        rows: &PairRows,
         tile: &Tile,
-        (ring, pages): (Ring, u32),
-        half: u32,
+        (pages, half): (u32, u32),
         scales: Scales,
         tops: [f32; 2],
-    ) -> Sums {
-        let (mut sums, mut window) = ([[0f32; 4]; 8], 0);
+        sums: &mut Sums,
+    ) {
+        let rows = PairRows::of(tile, tile.warp_id % 4 * PAIRS);
+        let mut window = self.apart(tile.split);
         // SAFETY: the caller's word.
         unsafe {
             while window < pages * OF_PAGE {
                 thread::keep_rolled();
-                let page = ring.ahead(window / OF_PAGE).stage_buffer();
+                let page = self.ring.ahead(window / OF_PAGE).stage_buffer();
                 let weights =
                     [0, 1].map(|h| mma::ldmatrix_x4(page.at(weights_at(scales.pair, tile.lane, window % OF_PAGE, h))));
                 let factors = [0, 1].map(|i| weight(scales.of(i).load(window as usize), tops[i]));
                 let first = tile.split * SPLIT + window * WARP_KEYS;
-                let found = self.add_paths::<8>(rows, (first, pages, tile.lane), &weights, 8 * half);
+                let found = self.add_paths::<8>(&rows, (first, pages, tile.lane), &weights, 8 * half);
                 unroll!(J < 8; {
                     unroll!(E < 4; {
                         sums[J][E] = math::fma(found[J][E], factors[E / 2], sums[J][E]);
@@ -414,7 +418,6 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 window += 1;
             }
         }
-        sums
     }
 }
 
