@@ -238,8 +238,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments = Arguments::read()?;
     let size = arguments.word(0).unwrap_or("8B");
     // The path of a file has such strokes too.
-    let with_layers = size.rsplit_once('/').and_then(|(size, layers)| Some((size, layers.parse().ok()?)));
-    let (size, layers) = with_layers.map_or((size, None), |(size, layers)| (size, Some(layers)));
+    let (size, layers) = match size.rsplit_once('/').map(|(size, layers)| (size, layers.parse())) {
+        Some((size, Ok(layers))) => (size, Some(layers)),
+        _ => (size, None),
+    };
     let device = arguments.device()?;
     let mut bandwidth = None;
     if layers.is_none() {

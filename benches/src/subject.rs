@@ -125,8 +125,9 @@ impl Arguments {
 /// # Errors
 /// No such size and no such file, or a model that is not supported.
 pub fn shape(name: &str) -> Result<(String, Config), String> {
-    if let Some(size) = Config::PUBLISHED.into_iter().find(|size| size.eq_ignore_ascii_case(name)) {
-        return Config::published(size).map(|config| (size.to_owned(), config)).ok_or_else(|| size.to_owned());
+    let size = Config::PUBLISHED.into_iter().find(|size| size.eq_ignore_ascii_case(name));
+    if let Some((size, config)) = size.and_then(|size| Some((size, Config::published(size)?))) {
+        return Ok((size.to_owned(), config));
     }
     let given = Path::new(name);
     if !given.exists() {
