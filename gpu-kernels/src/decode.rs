@@ -116,7 +116,7 @@ const ANY: u8 = 0;
 const MMA: u8 = 1;
 /// Those.
 const WGMMA: u8 = 2;
-/// Stages of the ring.
+/// Stages of the ring, of [`CHUNK_BYTES`]; of formats with larger ones there are fewer.
 const STAGES: u32 = 12;
 /// The same where a block has less shared memory: a split's keys, or its values.
 const SHORT_STAGES: u32 = SPLIT_PAGES;
@@ -148,15 +148,16 @@ const PROBLEMS: u32 = PATHS_END.next_multiple_of(16);
 const FACTOR_WANTED: u32 = PROBLEMS + Matrix::COUNT * Problem::BYTES;
 const END: u32 = FACTOR_WANTED + 8;
 
-/// Stages of the ring, which is short or not.
+/// Stages of the ring, which is short or not, of [`CHUNK_BYTES`].
 const fn stages(short: bool) -> u32 {
     if short { SHORT_STAGES } else { STAGES }
 }
 
-/// The ring.
-const fn ring(short: bool) -> Shape {
+/// The ring, of a format's stages.
+const fn ring<F: WeightFormat>(short: bool) -> Shape {
     let start = if RING_IS_FIRST { 0 } else { END.next_multiple_of(1024) };
-    Shape { start, stages: stages(short), bytes: CHUNK_BYTES, barriers: BARRIERS }
+    let bytes = F::STAGE_BYTES;
+    Shape { start, stages: stages(short) * CHUNK_BYTES / bytes, bytes, barriers: BARRIERS }
 }
 
 /// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the
@@ -483,7 +484,7 @@ unsafe fn run<
             last = sequences::bring(p, count);
         }
         if thread == 0 {
-            Ring::init(ring(SHORT), WARPS);
+            Ring::init(ring::<F>(SHORT), WARPS);
             Barrier::at(shared::dynamic(FACTOR_WANTED)).init(1);
             bulk::fence_init();
             shared::dynamic::<u32>(ARRIVALS).store(0, 0);
@@ -510,7 +511,7 @@ unsafe fn run<
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
-            Consumer::<ROWS, SHORT>::new(p, count, flag).run::<F, TILES, ONE, ATTENTION>();
+            Consumer::<ROWS, SHORT>::new::<F>(p, count, flag).run::<F, TILES, ONE, ATTENTION>();
         } else {
             give_registers();
             if warp_id == WARPS {

@@ -216,6 +216,12 @@ impl Ring {
         unsafe { waiting::for_phase(earlier.full(), earlier.parity) }
     }
 
+    /// How many stages there are.
+    #[inline(always)]
+    pub const fn stages(&self) -> u32 {
+        self.shape.stages
+    }
+
     /// Where the stage begins, from the start of dynamic shared memory.
     #[inline(always)]
     pub const fn offset(&self) -> u32 {

@@ -61,8 +61,15 @@ pub(crate) trait WeightFormat: Copy {
     /// Chunks of a stage: an N-tile's next ones. If its chunks are no multiple, the last stage has fewer.
     const CHUNKS: u32 = 1;
 
+    /// Bytes of a stage, of at least a page's keys or values, and a multiple of what TMA asks of where it writes.
+    const STAGE_BYTES: u32 = CHUNK_BYTES;
+
     /// How many stages may be under way for each one of [`Plain`].
     const UNDER_WAY: u32 = 1;
+
+    /// How many of [`Plain`]'s may be under way in a step of one row: until the ring has been filled behind a boundary,
+    /// and then. Where consumers are nearly as slow as memory, words that blocks exchange come sooner with fewer.
+    const UNDER_WAY_OF_ONE: [u32; 2] = [3, 7];
 
     /// Inputs in the place of a bf16.
     const INPUTS: u32 = 1;
@@ -82,6 +89,28 @@ pub(crate) trait FragmentFormat: WeightFormat {
 
     /// Whether fragments are made in the stage, and not only of what is loaded from it.
     const IN_PLACE: bool = false;
+
+    /// Whether two N-tiles are multiplied side by side, each fragment when it has been made of
+    /// its [`Chunk`](Self::Chunk). If not, a chunk's fragments are made while the last one's are multiplied.
+    const BY_PAIRS: bool = false;
+
+    /// All that a lane's fragments of a chunk are made of, of formats that are multiplied by pairs.
+    type Chunk: Copy + Default;
+
+    /// Loads it.
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load).
+    #[inline(always)]
+    unsafe fn load_chunk(_chunk: (&Ring, u32), _k_partial: u32, _lane: u32) -> Self::Chunk {
+        Self::Chunk::default()
+    }
+
+    /// The `i`-th fragment.
+    #[inline(always)]
+    fn fragment(_chunk: &Self::Chunk, _i: usize) -> [u32; 4] {
+        [0; 4]
+    }
 
     /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called with the
     /// numbers from 0 to 7 in turn, each before the fragment with that number is there: what is done with the last
@@ -123,6 +152,7 @@ impl<const AHEAD: bool> WeightFormat for Plain<AHEAD> {
 
 impl<const AHEAD: bool> FragmentFormat for Plain<AHEAD> {
     const COSTLY: bool = AHEAD;
+    type Chunk = ();
 
     #[inline(always)]
     unsafe fn load(

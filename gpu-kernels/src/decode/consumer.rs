@@ -14,6 +14,7 @@ mod duty;
 mod e4m3;
 mod one;
 mod outputs;
+mod pairs;
 mod some;
 
 use cuda_std::atomic::{self, Ordering, Scope};
@@ -62,8 +63,8 @@ pub fn sync() {
 
 impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     #[inline(always)]
-    pub fn new(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
-        let ring = Ring::consumer(super::ring(SHORT));
+    pub fn new<F: WeightFormat>(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
+        let ring = Ring::consumer(super::ring::<F>(SHORT));
         let (grid, place) = (thread::grid_dim_x(), thread::block_idx_x());
         Self { p, count, flag, ring, rows: Divisor::new(count), grid, place }
     }

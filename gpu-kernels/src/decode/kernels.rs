@@ -15,15 +15,15 @@ entry_points! {
     /// [`decode_1`], of layers in FP8.
     decode_1_fp8: decode_one::<Quantized<Fp8>>;
     /// [`decode_1`], of layers in int4.
-    decode_1_int4: decode_one::<Quantized<Int4<1>>>;
+    decode_1_int4: decode_one::<Quantized<Int4<1>, Plain, true>>;
     /// [`decode_1_int4`], with scales in f16.
-    decode_1_int4_f16: decode_one::<Quantized<Int4<2>>>;
+    decode_1_int4_f16: decode_one::<Quantized<Int4<2>, Plain, true>>;
     /// [`decode_1_fp8`], with a packed head.
     decode_1_fp8_lossless_head: decode_one::<Quantized<Fp8, Lossless>>;
     /// [`decode_1_int4`], with a packed head.
-    decode_1_int4_lossless_head: decode_one::<Quantized<Int4<1>, Lossless>>;
+    decode_1_int4_lossless_head: decode_one::<Quantized<Int4<1>, Lossless, true>>;
     /// [`decode_1_int4_f16`], with a packed head.
-    decode_1_int4_f16_lossless_head: decode_one::<Quantized<Int4<2>, Lossless>>;
+    decode_1_int4_f16_lossless_head: decode_one::<Quantized<Int4<2>, Lossless, true>>;
     /// The forward pass of 2 to 8 rows.
     decode_8: decode::<Plain, 1, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows.

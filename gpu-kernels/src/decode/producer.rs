@@ -11,9 +11,7 @@ use core::ops::Range;
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, shared, tensor, thread, warp};
 
-use super::{
-    CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, STAGES, TREE, UNITS, WGMMA, Walk, ring, sequences, stages,
-};
+use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, TREE, UNITS, WGMMA, Walk, ring, sequences};
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, QUARTER, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
@@ -241,21 +239,22 @@ pub const fn are_few<const ROWS: u8>(tile_rows: u32, group: Divisor) -> bool {
 /// So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then
 /// what memory is fastest with.
 #[inline(always)]
-const fn under_way(one_row: bool, chunks: u32, filled: u32, stages: u32) -> u32 {
-    match (one_row, filled < stages) {
-        (true, true) if chunks <= FEW => 2,
-        (true, true) => 3,
-        (true, false) => 7,
-        (false, true) => 2,
-        (false, false) => 4,
+const fn under_way(of_one: Option<[u32; 2]>, chunks: u32, filled: u32, stages: u32) -> u32 {
+    match (of_one, filled < stages) {
+        (Some(_), true) if chunks <= FEW => 2,
+        (Some([first, _]), true) => first,
+        (Some([_, then]), false) => then,
+        (None, true) => 2,
+        (None, false) => 4,
     }
 }
 
 /// Chunks of a wave that are over before memory is in its stride: those of models of less than a billion parameters.
 const FEW: u32 = 8;
 
-/// With more, a consumer that looks at every third stage would take a fill of one for the next: see `Duty::load`.
-const MOST_UNDER_WAY: u32 = STAGES - 3;
+/// Stages of the ring beyond those that may be under way. With more of them, a consumer that looks at every third stage
+/// would take a fill of one for the next: see `Duty::load`.
+const NOT_UNDER_WAY: u32 = 3;
 
 /// Waits for room for the next chunk.
 ///
@@ -309,24 +308,25 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, cons
     p: &DecodeStep,
     one_row: bool,
 ) {
+    let of_one = if one_row { Some(F::UNDER_WAY_OF_ONE) } else { None };
     // SAFETY: the caller's word.
     unsafe {
         if thread::lane_id() == 0 {
             tensor::acquire(p.page_map);
         }
         let mut walk = Walk::new(thread::grid_dim_x());
-        let mut ring = Ring::producer(ring(SHORT));
+        let mut ring = Ring::producer(ring::<F>(SHORT));
         let mut index = 0;
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache::<ROWS, ATTENTION, SHORT>(p, &mut ring, index / 4, Units::load(), one_row);
+                produce_cache::<ROWS, ATTENTION, SHORT>(p, &mut ring, index / 4, Units::load(), of_one);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
                 walk.chunks = p.head_base;
-                ring = produce_matrix::<F::Head, SHORT>(p, ring, &mut walk, matrix, one_row);
+                ring = produce_matrix::<F::Head, SHORT>(p, ring, &mut walk, matrix, of_one);
             } else {
-                ring = produce_matrix::<F, SHORT>(p, ring, &mut walk, matrix, one_row);
+                ring = produce_matrix::<F, SHORT>(p, ring, &mut walk, matrix, of_one);
             }
             index += 1;
         }
@@ -343,7 +343,7 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
     mut ring: Ring,
     walk: &mut Walk,
     matrix: Matrix,
-    one_row: bool,
+    of_one: Option<[u32; 2]>,
 ) -> Ring {
     // SAFETY: the caller's word.
     unsafe {
@@ -360,8 +360,8 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
             while q < wave.depth {
                 let mut i = 0;
                 while i < mine {
-                    let most = under_way(one_row, chunks, filled, stages(SHORT)) * F::UNDER_WAY;
-                    let limit = if SHORT { stages(SHORT) } else { MOST_UNDER_WAY };
+                    let most = under_way(of_one, chunks, filled, ring.stages()) * F::UNDER_WAY;
+                    let limit = if SHORT { ring.stages() } else { ring.stages() - NOT_UNDER_WAY };
                     wait(&ring, if F::UNDER_WAY > 1 { most.min(limit) } else { most });
                     F::fill(p, &ring, &wave, i * grid + place, q);
                     ring = ring.ahead(1);
@@ -386,7 +386,7 @@ unsafe fn produce_cache<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
     ring: &mut Ring,
     layer: u32,
     mut units: Units,
-    one_row: bool,
+    of_one: Option<[u32; 2]>,
 ) {
     // SAFETY: the caller's word.
     unsafe {
@@ -402,7 +402,7 @@ unsafe fn produce_cache<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
                 let position = split * SPLIT + i % pages * PAGE_TOKENS;
                 let block = cache.block_index(sequence, position / PAGE_TOKENS, kv_head);
                 let row = (2 * block + u32::from(i >= pages)) * PAGE_TOKENS;
-                wait(ring, under_way(one_row, u32::MAX, filled, stages(SHORT)));
+                wait(ring, under_way(of_one, u32::MAX, filled, ring.stages()));
                 fill(ring, p.page_map, row, layer);
                 *ring = ring.ahead(1);
                 filled += 1;

@@ -19,6 +19,7 @@ impl<H: WeightFormat> WeightFormat for E4m3<H> {
     type Head = H;
     const OTHER_HEAD: bool = true;
     const INPUTS: u32 = 2;
+    const UNDER_WAY_OF_ONE: [u32; 2] = [2, 4];
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {

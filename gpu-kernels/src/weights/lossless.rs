@@ -302,6 +302,7 @@ impl WeightFormat for Lossless {
 }
 
 impl FragmentFormat for Lossless {
+    type Chunk = ();
     const COSTLY: bool = true;
     const IN_PLACE: bool = true;
 

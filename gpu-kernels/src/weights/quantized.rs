@@ -54,7 +54,7 @@ use super::{FragmentFormat, Plain, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_FEATURES, TOGETHER, Wave};
+use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, TOGETHER, Wave};
 
 /// Inputs that share a scale.
 pub const GROUP: u32 = 128;
@@ -299,9 +299,21 @@ impl Code for Fp8 {
     }
 }
 
-/// Codes of the layers' matrices; `H` is the head's format.
+/// Codes of the layers' matrices; `H` is the head's format. `DEEP` stages have twice as many chunks, and more than
+/// [`CHUNK_BYTES`]: for one row, where consumers are quick enough to wait for memory.
 #[derive(Clone, Copy)]
-pub struct Quantized<C, H = Plain>(PhantomData<(C, H)>);
+pub struct Quantized<C, H = Plain, const DEEP: bool = false>(PhantomData<(C, H)>);
+
+/// A lane's codes of a chunk, and its two scales, of each of two slices.
+#[derive(Clone, Copy)]
+pub(crate) struct ChunkCodes([([[u32; 4]; 2], [Scale; 2]); 2]);
+
+impl Default for ChunkCodes {
+    #[inline(always)]
+    fn default() -> Self {
+        Self([([[0; 4]; 2], [Scale(0); 2]); 2])
+    }
+}
 
 /// How many 16 bytes of codes a lane has of a slice.
 const fn parts<C: Code>() -> u32 {
@@ -384,12 +396,14 @@ pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
     }
 }
 
-impl<C: Code, H: WeightFormat> WeightFormat for Quantized<C, H> {
+impl<C: Code, H: WeightFormat, const DEEP: bool> WeightFormat for Quantized<C, H, DEEP> {
     type Products = OfFragments;
     type Head = H;
     const OTHER_HEAD: bool = true;
-    const CHUNKS: u32 = C::CHUNKS;
-    const UNDER_WAY: u32 = 2;
+    const CHUNKS: u32 = if DEEP { 2 * C::CHUNKS } else { C::CHUNKS };
+    const STAGE_BYTES: u32 = if DEEP { Self::CHUNKS * C::BYTES } else { CHUNK_BYTES };
+    const UNDER_WAY: u32 = if DEEP { 1 } else { 2 };
+    const UNDER_WAY_OF_ONE: [u32; 2] = if DEEP { [2, 4] } else { [3, 7] };
 
     #[inline(always)]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
@@ -398,7 +412,7 @@ impl<C: Code, H: WeightFormat> WeightFormat for Quantized<C, H> {
             // Before something comes that would be released, all lanes have seen that there is room.
             warp::sync_warp();
             if thread::opaque(thread::lane_id()) == 0 {
-                let chunks = (wave.depth - q).min(C::CHUNKS);
+                let chunks = (wave.depth - q).min(Self::CHUNKS);
                 ring.full().arrive_expect_tx(chunks * C::BYTES);
                 let mut i = 0;
                 while i < chunks {
@@ -412,17 +426,13 @@ impl<C: Code, H: WeightFormat> WeightFormat for Quantized<C, H> {
     }
 }
 
-impl<C: Code, H: WeightFormat> FragmentFormat for Quantized<C, H> {
+impl<C: Code, H: WeightFormat, const DEEP: bool> FragmentFormat for Quantized<C, H, DEEP> {
     const COSTLY: bool = true;
+    const BY_PAIRS: bool = DEEP;
+    type Chunk = ChunkCodes;
 
     #[inline(always)]
-    unsafe fn load(
-        _: &DecodeStep,
-        (stage, chunk): (&Ring, u32),
-        k_partial: u32,
-        lane: u32,
-        mut beside: impl FnMut(usize),
-    ) -> WeightFragments {
+    unsafe fn load_chunk((stage, chunk): (&Ring, u32), k_partial: u32, lane: u32) -> ChunkCodes {
         // SAFETY: the caller's word.
         unsafe {
             let chunk: Shared<u8> = shared::dynamic(stage.offset() + chunk * C::BYTES);
@@ -430,15 +440,32 @@ impl<C: Code, H: WeightFormat> FragmentFormat for Quantized<C, H> {
                 let [codes, scales] = slice_at::<C>(k_partial + s * K_PARTIALS);
                 load_slice::<C>(chunk.at(codes as usize), chunk.at(scales as usize), lane)
             };
-            let slices = [slice(0), slice(1)];
-            let factors = slices.map(|(_, scales)| both_factors::<C>(scales));
-            let mut weights = [[0; 4]; 8];
-            unroll!(I < 8; {
-                beside(I);
-                weights[I] = C::decode(words::<C>(&slices[I / 4].0, I % 4), &factors[I / 4]);
-            });
-            weights
+            ChunkCodes([slice(0), slice(1)])
         }
+    }
+
+    #[inline(always)]
+    fn fragment(codes: &ChunkCodes, i: usize) -> [u32; 4] {
+        let (codes, scales) = &codes.0[i / 4];
+        C::decode(words::<C>(codes, i % 4), &both_factors::<C>(*scales))
+    }
+
+    #[inline(always)]
+    unsafe fn load(
+        _: &DecodeStep,
+        chunk: (&Ring, u32),
+        k_partial: u32,
+        lane: u32,
+        mut beside: impl FnMut(usize),
+    ) -> WeightFragments {
+        // SAFETY: the caller's word.
+        let codes = unsafe { Self::load_chunk(chunk, k_partial, lane) };
+        let mut weights = [[0; 4]; 8];
+        unroll!(I < 8; {
+            beside(I);
+            weights[I] = Self::fragment(&codes, I);
+        });
+        weights
     }
 
     #[inline(always)]

@@ -58,8 +58,11 @@ struct Tile {
 }
 
 /// The N-tile that a warp multiplies next, and the one behind it.
-pub(super) struct Ready {
-    weights: WeightFragments,
+pub(super) struct Ready<F: FragmentFormat> {
+    /// Its fragments.
+    pub(super) weights: WeightFragments,
+    /// The codes of the two that come next, of formats that are multiplied [by pairs](super::pairs).
+    pub(super) codes: [F::Chunk; 2],
     tile: Tile,
     behind: Tile,
     /// Whether the stage of the one behind has been seen to be full.
@@ -89,7 +92,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     pub(super) const OWN_N_TILES: usize = if Self::BY_N_TILES { N_TILES as usize / 2 } else { N_TILES as usize };
     /// Lanes of a warp that release a chunk: it takes [`WARPS`] arrivals, and if it is a half's alone, only four
     /// warps read it.
-    const ARRIVALS: u32 = if Self::BY_N_TILES { 2 } else { 1 };
+    pub(super) const ARRIVALS: u32 = if Self::BY_N_TILES { 2 } else { 1 };
 
     /// This warp's.
     #[inline(always)]
@@ -173,7 +176,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     /// # Safety
     /// `ring` is where the part's first turn begins, and nothing of the part was loaded.
     #[inline(always)]
-    pub(super) unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> Ready {
+    pub(super) unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> Ready<F> {
         let own = self.n_tiles(part.mine);
         let tile = self.tile(part, (*ring, 0), 0);
         let behind = if own > 1 {
@@ -181,8 +184,11 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         } else {
             self.tile(part, (ring.ahead(Self::stages(0, part)), 1), 0)
         };
-        let mut ready = Ready { weights: [[0; 4]; 8], tile, behind, is_full: false };
-        if F::COSTLY && !SHORT && own > 0 {
+        let mut ready = Ready { weights: [[0; 4]; 8], codes: Default::default(), tile, behind, is_full: false };
+        if F::BY_PAIRS && own > 0 {
+            // SAFETY: the caller's word.
+            ready.codes = unsafe { self.first_codes(ring, own) };
+        } else if F::COSTLY && !SHORT && own > 0 {
             // SAFETY: the caller's word.
             unsafe {
                 ready.weights = self.load(p, &tile.stage, 0);
@@ -219,7 +225,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// Adds the GEMMs of instruction `i` of an N-tile's fragments to the accumulators of its `s`-th N-tile.
     #[inline(always)]
-    fn multiply(
+    pub(super) fn multiply(
         acc: &mut [[f32; 4]; N_TILES as usize],
         weights: &WeightFragments,
         columns: &[Columns; TILES],
@@ -255,12 +261,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
         columns: &[Columns; TILES],
-        ready: &mut Ready,
+        ready: &mut Ready<F>,
         next: Tile,
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            let Ready { weights, tile, behind, is_full } = *ready;
+            let Ready { weights, tile, behind, is_full, .. } = *ready;
             if !is_full {
                 behind.stage.wait_likely_full();
             }
@@ -287,7 +293,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         &self,
         acc: &mut [[f32; 4]; N_TILES as usize],
         columns: &[Columns; TILES],
-        ready: &Ready,
+        ready: &Ready<F>,
     ) {
         unroll!(I < 8; {
             Self::multiply(acc, &ready.weights, columns, (S, I));
@@ -309,12 +315,16 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         acc: &mut [[f32; 4]; N_TILES as usize],
         (ring, part, turns): (&mut Ring, &Part, Range<u32>),
         columns: impl FnMut(u32) -> [Columns; TILES],
-        ready: &mut Ready,
+        ready: &mut Ready<F>,
     ) {
         // SAFETY: the caller's word.
         unsafe {
+            let own = self.n_tiles(thread::opaque(part.mine));
+            if F::BY_PAIRS {
+                return self.by_pairs(p, acc, (ring, part, turns), own, columns, ready);
+            }
             // The numbers that most shapes have. What depends on one is decided here, and not in each turn.
-            match self.n_tiles(thread::opaque(part.mine)) {
+            match own {
                 1 if F::CHUNKS == 2 => self.costly_stages(p, acc, (ring, part, turns), columns, ready),
                 1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),
                 2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, ready),
@@ -335,7 +345,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         acc: &mut [[f32; 4]; N_TILES as usize],
         (ring, part, turns): (&mut Ring, &Part, Range<u32>),
         mut columns: impl FnMut(u32) -> [Columns; TILES],
-        ready: &mut Ready,
+        ready: &mut Ready<F>,
     ) {
         // SAFETY: the caller's word.
         unsafe {
@@ -379,7 +389,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         acc: &mut [[f32; 4]; N_TILES as usize],
         (ring, part, turns): (&mut Ring, &Part, Range<u32>),
         mut columns: impl FnMut(u32) -> [Columns; TILES],
-        ready: &mut Ready,
+        ready: &mut Ready<F>,
     ) {
         // SAFETY: the caller's word.
         unsafe {
@@ -433,7 +443,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         acc: &mut [[f32; 4]; N_TILES as usize],
         (part, here, then): (&Part, (Ring, u32), (Ring, u32)),
         columns: &[Columns; TILES],
-        ready: &mut Ready,
+        ready: &mut Ready<F>,
     ) {
         // SAFETY: the caller's word.
         unsafe {
