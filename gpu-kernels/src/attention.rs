@@ -336,18 +336,18 @@ pub(crate) fn weigh_some<const HALVES: usize>(
     let g = tile.lane / 4;
     let second = if HALVES == 1 { -1 } else { tile.last_key(g + 8, &position) };
     let last = [tile.last_key(g, &position), second];
-    let [weights] = weigh_windows::<1, HALVES>(p, tile.first_key(), tile.lane, Some(last), [s]);
+    let [weights] = weigh_windows::<1, HALVES>(p, tile.first_key(), tile.lane, last, [s]);
     weights
 }
 
 /// [`weigh_some`] of `N` windows of 32 keys, four at most, which follow each other from key `first` on. A lane's two
-/// pairs see keys up to `last`; without it all. What is done with one window fills the latencies of the others.
+/// pairs see keys up to `last`. What is done with one window fills the latencies of the others.
 #[inline(always)]
 pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
     p: &Attend,
     first: u32,
     lane: u32,
-    last: Option<[i32; 2]>,
+    last: [i32; 2],
     mut s: [[[f32; 4]; 4]; N],
 ) -> [SoftmaxWeights; N] {
     let scale = p.scale * LOG2_E;
@@ -358,9 +358,7 @@ pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
             unroll!(J < 8; {
                 let score = &mut s[W][J / 2][2 * I + J % 2];
                 let key = first + W as u32 * WARP_KEYS + (J / 2 * 8 + J % 2) as u32;
-                if let Some(last) = last
-                    && key as i32 > last[I]
-                {
+                if key as i32 > last[I] {
                     *score = f32::NEG_INFINITY;
                 }
                 tops[W][I] = math::max(tops[W][I], *score);

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use cuda_builder::FunctionReport;
 use host::device::{IMAGES, Image, MAIN, STACK_BYTES};
 use rayon::prelude::*;
 
@@ -81,21 +82,12 @@ fn assemble(image: &Image, arch: &str) -> String {
     text
 }
 
-/// What a kernel has on its stack and what it spills, for each kernel of ptxas's report.
-fn stacks(arch: &str, text: &str) -> Vec<(String, String)> {
+/// What ptxas's report says of each kernel, and of each function that one calls.
+fn functions(arch: &str, text: &str) -> Vec<FunctionReport> {
     // Products of a warpgroup that wait for each other (C7510 to C7514), registers that cannot be handed over (C7508).
     let waits = |line: &&str| line.contains("(C75") && !line.contains(&format!("'{WAITING}'"));
     assert_eq!(text.lines().find(waits), None, "ptxas for {arch}");
-    let mut kernel = String::new();
-    let mut found = Vec::new();
-    for line in text.lines() {
-        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
-            kernel = rest.split('\'').next().unwrap_or_default().into();
-        } else if line.contains("bytes stack frame") {
-            found.push((kernel.clone(), line.trim().to_string()));
-        }
-    }
-    found
+    FunctionReport::read_all(text)
 }
 
 #[test]
@@ -108,25 +100,22 @@ fn spills_are_named(image: &Image) {
     let Image { arch, module, ptx, layouts, .. } = image;
     let kernels = ptx.matches(".visible .entry ").count();
     let report = image.report.map_or_else(|| assemble(image, arch), str::to_owned);
-    let report = stacks(arch, &report);
+    let report = functions(arch, &report);
     assert_eq!(report.len(), kernels, "{module} for {arch}");
     assert_eq!(layouts.len(), kernels, "{module} for {arch}");
     assert!(kernels > 20, "{module} for {arch} has {kernels} kernels");
     // A bounds check or a division that can panic costs registers, and could only trap.
     assert!(!ptx.contains("panicking"), "{module} for {arch} can panic");
-    for (kernel, line) in report {
-        let stack: usize = line.split(' ').next().unwrap().parse().unwrap();
-        assert!(image.machine_code.is_none() || stack <= STACK_BYTES, "{kernel} for {arch}: {line}");
+    for function in report {
+        let FunctionReport { name: ref kernel, stack, spill_stores, spill_loads, .. } = function;
+        assert!(image.machine_code.is_none() || stack as usize <= STACK_BYTES, "for {arch}: {function:?}");
         let (level, bytes) = WITHOUT_SETMAXNREG;
         let of_level = (*arch == level && kernel.starts_with("decode_")).then_some(bytes);
-        let named = SPILLING.iter().find(|(name, _)| *name == kernel).map(|(_, most)| *most);
-        if let Some(most) = of_level.or(named) {
-            let loads = line.split("stores, ").nth(1).and_then(|rest| rest.split(' ').next());
-            let loads: u32 = loads.unwrap().parse().unwrap();
-            assert!(loads <= most, "{kernel} for {arch}: {line}");
-            continue;
+        let named = SPILLING.iter().find(|(name, _)| *name == *kernel).map(|(_, most)| *most);
+        match of_level.or(named) {
+            Some(most) => assert!(spill_loads <= most, "for {arch}: {function:?}"),
+            None => assert_eq!([stack, spill_stores, spill_loads], [0; 3], "for {arch}: {function:?}"),
         }
-        assert_eq!(line, "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{kernel} for {arch}");
     }
 }
 
@@ -135,7 +124,7 @@ fn spills_are_named(image: &Image) {
 fn kernels_of_sm_90_are_good_for_cards_after_it() {
     let image = images().find(|image| image.arch == "sm_90" && image.module == MAIN).unwrap();
     ["sm_100", "sm_120"].into_par_iter().for_each(|arch| {
-        let kernels = stacks(arch, &assemble(image, arch)).len();
+        let kernels = functions(arch, &assemble(image, arch)).len();
         assert_eq!(kernels, image.layouts.len(), "{arch}");
     });
 }

@@ -37,12 +37,12 @@ impl DecodeSizes {
     /// Qwen3-8B.
     pub fn published() -> Self {
         let contexts = vec![128, 8192, 32_768];
-        Self { name: "8B".into(), config: shape("8B"), contexts, rows: vec![1, 16], code: None, tree: false }
+        Self { name: "8B".into(), config: published("8B"), contexts, rows: vec![1, 16], code: None, tree: false }
     }
 
     /// A small one, for checks on the emulator: one split of the context, and several.
     pub fn small() -> Self {
-        let mut config = Config { vocab_size: 300, num_hidden_layers: 2, ..shape("8B") };
+        let mut config = Config { vocab_size: 300, num_hidden_layers: 2, ..published("8B") };
         config.plan.resize(256, 384, (4, 2));
         Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5, 16], code: None, tree: false }
     }
@@ -66,7 +66,7 @@ impl DecodeSizes {
 }
 
 /// A published shape that is there.
-fn shape(name: &str) -> Config {
+fn published(name: &str) -> Config {
     Config::published(name).expect("a published shape")
 }
 

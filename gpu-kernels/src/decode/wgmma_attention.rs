@@ -368,7 +368,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         self.take_paths(rows, first_key + W as u32 * WARP_KEYS, lane, of_rows, &mut scores[W]);
                     });
                 }
-                let weights = weigh_windows::<2, 2>(attend, first_key, lane, Some(last), scores);
+                let weights = weigh_windows::<2, 2>(attend, first_key, lane, last, scores);
                 unroll!(W < 2; {
                     if lane.is_multiple_of(4) {
                         scales.leave(page * OF_PAGE + W as u32, &weights[W]);

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use cuda_builder::{Assembler, CudaBuilder};
+use cuda_builder::{Assembler, CudaBuilder, FunctionReport};
 
 fn main() -> ExitCode {
     match build(std::env::args().skip(1)) {
@@ -31,14 +31,11 @@ fn build(mut words: impl Iterator<Item = String>) -> Result<(), Box<dyn std::err
         println!("{}", module.machine_code.as_ref().unwrap_or(&module.ptx).display());
         let Some(code) = module.machine_code else { continue };
         let report = std::fs::read_to_string(Assembler::report(&code))?;
-        for line in report.lines() {
-            if let Some(kernel) =
-                line.split("Compiling entry function '").nth(1).and_then(|rest| rest.split('\'').next())
-            {
-                println!("{kernel}");
-            } else if line.contains("bytes stack frame") || line.contains("Used ") {
-                println!("  {}", line.trim_start_matches("ptxas info    :").trim());
-            }
+        for FunctionReport { name, stack, spill_stores, spill_loads, registers } in FunctionReport::read_all(&report) {
+            let registers = registers.map_or_else(|| "is called".into(), |registers| format!("{registers} registers"));
+            println!(
+                "{name}: {registers}, {stack} bytes of stack, {spill_stores} stored and {spill_loads} loaded in spills"
+            );
         }
     }
     Ok(())

@@ -34,7 +34,8 @@ impl Assembler {
         made.is_some() && made > time(ptx) && made > time(&self.path) && Self::report(machine_code).is_file()
     }
 
-    /// The file beside `machine_code` with what was said of each kernel as it was assembled: registers, stack, spills.
+    /// The file beside `machine_code` with what was said of each kernel as it was assembled, as
+    /// [`FunctionReport`](crate::FunctionReport) reads it.
     pub fn report(machine_code: &Path) -> PathBuf {
         machine_code.with_extension("ptxas.txt")
     }

@@ -20,6 +20,7 @@
 mod assembler;
 mod launch_bounds;
 mod modules;
+mod report;
 mod toolchain;
 
 use std::collections::BTreeMap;
@@ -30,6 +31,7 @@ use std::process::Command;
 
 pub use assembler::{ASSEMBLER_VARIABLE, Assembler};
 pub use modules::LAYOUTS;
+pub use report::FunctionReport;
 pub use toolchain::{TOOLCHAIN_VARIABLE, Toolchain};
 
 /// Why a device build failed.
