@@ -31,7 +31,7 @@ fn build(mut words: impl Iterator<Item = String>) -> Result<(), Box<dyn std::err
         println!("{}", module.machine_code.as_ref().unwrap_or(&module.ptx).display());
         let Some(code) = module.machine_code else { continue };
         let report = std::fs::read_to_string(Assembler::report(&code))?;
-        for FunctionReport { name, stack, spill_stores, spill_loads, registers } in FunctionReport::read_all(&report) {
+        for FunctionReport { name, stack, spill_stores, spill_loads, registers } in FunctionReport::read_all(&report)? {
             let registers = registers.map_or_else(|| "is called".into(), |registers| format!("{registers} registers"));
             println!(
                 "{name}: {registers}, {stack} bytes of stack, {spill_stores} stored and {spill_loads} loaded in spills"

@@ -17,8 +17,10 @@ pub struct FunctionReport {
 
 impl FunctionReport {
     /// All functions of a report, in its order. What else it says is passed over.
-    #[must_use]
-    pub fn read_all(report: &str) -> Vec<Self> {
+    ///
+    /// # Errors
+    /// The line on a function's stack that is not as `ptxas` is known to write it.
+    pub fn read_all(report: &str) -> Result<Vec<Self>, String> {
         let (mut kernel, mut name) = (String::new(), String::new());
         let mut functions: Vec<Self> = Vec::new();
         for line in report.lines() {
@@ -27,17 +29,15 @@ impl FunctionReport {
             } else if let Some(rest) = behind(line, "Function properties for ") {
                 name = rest.trim().into();
             } else if line.contains("bytes stack frame") {
-                let mut numbers = line.split(',').map(first_number);
-                let mut next = || numbers.next().flatten().unwrap_or_default();
-                let (stack, spill_stores, spill_loads) = (next(), next(), next());
+                let [stack, spill_stores, spill_loads] = stack_and_spills(line).ok_or(line)?;
                 functions.push(Self { name: name.clone(), stack, spill_stores, spill_loads, registers: None });
             } else if let Some(rest) = behind(line, "Used ")
                 && let Some(function) = functions.iter_mut().rev().find(|function| function.name == kernel)
             {
-                function.registers = first_number(rest);
+                function.registers = rest.split(' ').next().and_then(|number| number.parse().ok());
             }
         }
-        functions
+        Ok(functions)
     }
 }
 
@@ -46,9 +46,12 @@ fn behind<'l>(line: &'l str, words: &str) -> Option<&'l str> {
     line.split_once(words).map(|(_, rest)| rest)
 }
 
-/// The number with which a text begins.
-fn first_number(text: &str) -> Option<u32> {
-    text.trim_start().split(' ').next()?.parse().ok()
+/// The three numbers of a line on a function's stack.
+fn stack_and_spills(line: &str) -> Option<[u32; 3]> {
+    let (stack, rest) = line.trim().split_once(" bytes stack frame, ")?;
+    let (stores, loads) = rest.split_once(" bytes spill stores, ")?;
+    let loads = loads.strip_suffix(" bytes spill loads")?;
+    Some([stack.parse().ok()?, stores.parse().ok()?, loads.parse().ok()?])
 }
 
 #[cfg(test)]
@@ -83,7 +86,17 @@ ptxas info    : Used 12 registers, used 0 barriers
             function("step", [8, 0, 0], None),
             function("clear", [0; 3], Some(12)),
         ];
-        assert_eq!(FunctionReport::read_all(report), expected);
-        assert_eq!(FunctionReport::read_all("ptxas fatal   : Unresolved extern function"), []);
+        assert_eq!(FunctionReport::read_all(report).as_deref(), Ok(&expected[..]));
+        assert_eq!(FunctionReport::read_all("ptxas fatal   : Unresolved extern function"), Ok(vec![]));
+    }
+
+    #[test]
+    fn a_line_of_another_form_is_no_function_without_spills() {
+        for line in [
+            "    24 bytes stack frame, spills: 8 bytes",
+            "    some bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+        ] {
+            assert_eq!(FunctionReport::read_all(line), Err(line.to_owned()));
+        }
     }
 }
