@@ -36,6 +36,7 @@
 //! layers, and `count` is the step's rows, at least 1.
 
 mod attention;
+mod combine;
 mod consumer;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod e4m3;

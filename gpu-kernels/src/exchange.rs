@@ -11,8 +11,9 @@
 //! once or twice a layer:
 //!
 //! - Attention puts out what the output projection's blocks need, all of it, and needs all that QKV put out. So once
-//!   any block has an output N-tile done, every block has read what it needed of QKV's input and every unit of
-//!   attention its heads. The scaled residual and its squares are written anew only then, the heads in the next layer.
+//!   any block has an output N-tile done, every block has read what it needed of QKV's input, every unit of attention
+//!   its heads, and who adds a head's splits their parts. The scaled residual and its squares are written anew only
+//!   then, the heads and the parts in the next layer.
 //! - Likewise gate and up need every output N-tile, and down needs every activation: once any block has an N-tile of
 //!   down done, nobody reads the output projection's input or results any more; once any has QKV's next, nobody reads
 //!   activations.
@@ -52,6 +53,26 @@ pub(crate) enum WordKind {
     Activation,
     /// `[hidden]`: pairs of what the projections of an [EAGLE-3 head](crate::eagle) read, as bf16; a model has none.
     Pairs,
+    /// `[q_heads, splits · (128 + 2)]`: of each head, its splits' sums of values, `[split][dimension]`, then their
+    /// maxima and normalisers, `[split][2]`: see [`Attend::sums`](crate::attention::Attend::sums).
+    Parts,
+}
+
+/// What an [`Exchange`] is for.
+#[derive(Clone, Copy, Debug)]
+pub struct ExchangeSizes {
+    /// Elements of a row of the residual stream.
+    pub hidden: u32,
+    /// Activations of a row.
+    pub intermediate: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Key-value heads.
+    pub kv_heads: u32,
+    /// Pairs of elements that the projections of an [EAGLE-3 head](crate::eagle) read; 0 for a model.
+    pub pairs: u32,
+    /// Splits of the longest context, as [`Attend::splits`](crate::attention::Attend::splits).
+    pub splits: u32,
 }
 
 /// Where the words are. Plain data; a part of [`DecodeStep`](crate::decode::DecodeStep).
@@ -60,7 +81,7 @@ pub(crate) enum WordKind {
 pub struct Exchange {
     /// How many sequence flags were used up, then the words of each kind.
     all: GlobalMut<u64>,
-    kinds: [Place; 7],
+    kinds: [Place; 8],
     count: u32,
 }
 
@@ -73,13 +94,15 @@ struct Place {
 }
 
 impl Exchange {
-    /// Words in memory from `all` on, zero before the first step and then left alone, for a model of this hidden and
-    /// intermediate size, and so many query and key-value heads, or for a head with so many [pairs](WordKind::Pairs);
-    /// and how many they are.
-    pub fn new(all: GlobalMut<u64>, [hidden, intermediate, q_heads, kv_heads, pairs]: [u32; 5]) -> (Self, usize) {
+    /// Words in memory from `all` on, zero before the first step and then left alone, for a model of these sizes; and
+    /// how many they are.
+    pub fn new(all: GlobalMut<u64>, sizes: ExchangeSizes) -> (Self, usize) {
+        let ExchangeSizes { hidden, intermediate, q_heads, kv_heads, pairs, splits } = sizes;
         let heads = (q_heads + 2 * kv_heads) * HEAD_DIM;
+        let parts = q_heads * splits * (HEAD_DIM + 2);
         // As `WordKind` has them.
-        let words = [hidden, hidden / 2, hidden / N_TILE, heads, q_heads * HEAD_DIM / 2, intermediate / 2, pairs];
+        let words =
+            [hidden, hidden / 2, hidden / N_TILE, heads, q_heads * HEAD_DIM / 2, intermediate / 2, pairs, parts];
         let mut count = 1;
         let kinds = words.map(|len| {
             // SAFETY: addresses alone. Before anything is read there, the caller knows how much memory they take.
@@ -185,6 +208,16 @@ impl Words {
     #[inline(always)]
     pub(crate) const fn first(&self) -> GlobalMut<u64> {
         self.first
+    }
+
+    /// `len` words from word `i` on.
+    ///
+    /// # Safety
+    /// There are so many.
+    #[inline(always)]
+    pub(crate) unsafe fn slice(&self, i: u32, len: u32) -> Self {
+        // SAFETY: the caller's word.
+        Self { first: unsafe { self.first.at(i as usize) }, len, ..*self }
     }
 
     /// Those from word `i` on.

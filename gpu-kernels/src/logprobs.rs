@@ -2,7 +2,7 @@
 //! the logit of the token that is chosen.
 //!
 //! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the
-//! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps. Masses are its integers:
+//! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps, unless they are few. Masses are its integers:
 //! their sum has no order, and is the same on the CPU.
 //!
 //! # Safety
@@ -15,13 +15,16 @@ use core::marker::PhantomData;
 use cuda_std::{Global, GlobalMut, kernel, shared, thread};
 
 use crate::sample::{
-    self, All, Count, Inputs, MOST_CANDIDATES, Question, Raw, Row, SIDE_BY_SIDE, Split, THREADS, Team, masses_of,
-    nominate_best, rank, ranked_logit, ranked_token, select,
+    self, All, Count, Inputs, MOST_CANDIDATES, MOST_SPLITS, Question, Raw, Row, SIDE_BY_SIDE, Split, THREADS, Team,
+    masses_of, nominate_best, rank, ranked_logit, ranked_token, select,
 };
 use crate::step::{NO_TOKEN, Rows};
 
 /// Most likeliest tokens of a row.
 pub const MOST: usize = 20;
+/// So few are found one after the other: each CTA has the best of its slice, and of these the last one.
+const FEW: u32 = 4;
+const _: () = assert!(FEW * MOST_SPLITS <= MOST_CANDIDATES);
 
 /// Where in a note the parts are, in words.
 pub struct Note;
@@ -165,8 +168,8 @@ unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
         let weigh = |logits: &[f32; SIDE_BY_SIDE]| masses_of(&logits.map(|logit| logit - max));
         row.each_weighed::<Raw>(|_| true, weigh, |_, _, mass| total += mass);
         team.add_to_total(total);
-        if top == 0 {
-            team.nominate_if(thread::thread_idx_x() == 0 && team.rank == 0, best);
+        if top <= FEW {
+            each_best(top, mine, |best| row.best_below::<Raw>(best), |_, best| team.nominate_if(best > 0, best));
             return;
         }
         let question = Question { low: 0, high: best, narrow: 0, enough: MOST_CANDIDATES.into() };
@@ -196,6 +199,23 @@ unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32
         // A thread has one of the candidates.
         let tid = thread::thread_idx_x();
         let mine = if tid < count { team.candidate(tid) } else { 0 };
+        let put = |place: u32, rank: u64| {
+            let logit = ranked_logit(rank).to_bits();
+            if place == 0 {
+                let total = team.total();
+                note.store(Note::MAX, logit);
+                note.store(Note::TOTAL, total as u32);
+                note.store(Note::TOTAL + 1, (total >> 32) as u32);
+            }
+            if place < top {
+                note.store(Note::TOP + 2 * place as usize, ranked_token(rank));
+                note.store(Note::TOP + 2 * place as usize + 1, logit);
+            }
+        };
+        if top <= FEW {
+            each_best(top, mine, |_| 0, put);
+            return;
+        }
         let ranks = shared::dynamic::<u64>(sample::RANKS);
         ranks.store(tid as usize, mine);
         thread::sync_threads();
@@ -207,16 +227,30 @@ unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32
         if tid >= count {
             return;
         }
-        let logit = ranked_logit(mine).to_bits();
-        if place == 0 {
-            let total = team.total();
-            note.store(Note::MAX, logit);
-            note.store(Note::TOTAL, total as u32);
-            note.store(Note::TOTAL + 1, (total >> 32) as u32);
+        put(place, mine);
+    }
+}
+
+/// Hands the CTA's `count` best ranks to `f`, or the best one if that is 0, by one thread, with their places: the best
+/// first. `mine` is a thread's best; `next` gives its best below the one that was handed. Beyond the last they are 0.
+///
+/// # Safety
+/// `count` is the same for the whole CTA.
+#[inline(always)]
+unsafe fn each_best(count: u32, mut mine: u64, next: impl Fn(u64) -> u64, f: impl Fn(u32, u64)) {
+    let mut place = 0;
+    loop {
+        // SAFETY: the caller's word.
+        let best = unsafe { sample::block_max(mine) };
+        if thread::thread_idx_x() == 0 {
+            f(place, best);
         }
-        if place < top {
-            note.store(Note::TOP + 2 * place as usize, ranked_token(mine));
-            note.store(Note::TOP + 2 * place as usize + 1, logit);
+        place = thread::opaque(place) + 1;
+        if place >= count {
+            return;
+        }
+        if mine == best && best > 0 {
+            mine = next(best);
         }
     }
 }

@@ -52,9 +52,10 @@ pub(crate) use row::{Inputs, Raw, Row, SIDE_BY_SIDE};
 pub use select::MOST_VOCAB;
 pub(crate) use select::{All, Count, Question, select};
 use select::{BINS, Mass, One};
+pub(crate) use team::block_max;
 pub(crate) use team::{MOST_CANDIDATES, Team};
 pub use team::{MOST_SPLITS, SCRATCH_WORDS, ZEROED_WORDS, splits};
-use team::{block_max, block_total, block_totals, running_total};
+use team::{block_total, block_totals, running_total};
 
 use crate::step::{NO_TOKEN, Rows};
 

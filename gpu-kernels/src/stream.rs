@@ -80,6 +80,12 @@ impl Walk {
         Self { grid, chunks: 0, rotation: 0 }
     }
 
+    /// A block's place in the next wave's rotation, as [`Wave::place`] has it.
+    #[inline(always)]
+    pub(crate) const fn place(&self, block: u32) -> u32 {
+        if block >= self.rotation { block - self.rotation } else { block + self.grid - self.rotation }
+    }
+
     /// The next wave: as many of the `left` N-tiles as a wave takes, of `k` input features.
     #[inline(always)]
     pub fn wave(&mut self, left: u32, k: u32) -> Wave {

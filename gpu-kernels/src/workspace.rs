@@ -29,9 +29,9 @@ pub struct Workspace {
     pub residual: Residual,
     /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
     pub qkv: GlobalMut<f32>,
-    /// As [`Attend::sums`]; for one row of the stream, of two.
+    /// As [`Attend::sums`].
     pub sums: GlobalMut<f32>,
-    /// As [`Attend::scales`], likewise.
+    /// As [`Attend::scales`].
     pub scales: GlobalMut<f32>,
     /// `[rows, q_heads · 128]`.
     pub attended: GlobalMut<bf16>,

@@ -1,11 +1,9 @@
 //! What the decode kernel has of its own beside the weights, and its launch (see `gpu_kernels::decode`).
 
 use cuda_std::{Global, GlobalMut};
-use gpu_kernels::attention::SPLIT;
 use gpu_kernels::decode::{self, DecodeKernels, DecodeStep, SHARED_BYTES, SHORT_SHARED_BYTES, Short};
 use gpu_kernels::e4m3;
-use gpu_kernels::exchange::Exchange;
-use gpu_kernels::kv::PAGE_TOKENS;
+use gpu_kernels::exchange::{Exchange, ExchangeSizes};
 use gpu_kernels::weights;
 use half::bf16;
 use model::Config;
@@ -122,7 +120,7 @@ macro_rules! by_format {
 }
 
 impl Decode {
-    /// For `weights`, which live as long, if the device has the hardware.
+    /// For `weights`, which live as long, and contexts of at most so many `splits`, if the device has the hardware.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -131,6 +129,7 @@ impl Decode {
         config: &Config,
         weights: &DeviceWeights,
         cache: &KvCache,
+        splits: usize,
     ) -> Result<Option<Self>, Error> {
         if !device.has_decode_kernel() || !is_in_order(&config.plan) {
             return Ok(None);
@@ -147,19 +146,21 @@ impl Decode {
         let biases: Vec<_> = weights.layers.iter().filter_map(|layer| layer.qkv_bias.as_ref()).collect();
         let biases = if biases.is_empty() { None } else { Some(concatenated(device, biases)?) };
         let Attention { query_heads, key_value_heads, .. } = config.plan.attention;
-        let sizes = [config.plan.hidden, config.plan.activation_size(), query_heads, key_value_heads];
-        let [hidden, intermediate, q_heads, kv_heads] = sizes.map(|size| size as u32);
         let inputs = qkv_inputs(weights);
-        let pairs = if is_head(config, weights) { inputs / 2 } else { 0 };
-        let sizes = [hidden, intermediate, q_heads, kv_heads, pairs];
+        let sizes = ExchangeSizes {
+            hidden: config.plan.hidden as u32,
+            intermediate: config.plan.activation_size() as u32,
+            q_heads: query_heads as u32,
+            kv_heads: key_value_heads as u32,
+            pairs: if is_head(config, weights) { inputs / 2 } else { 0 },
+            splits: splits as u32,
+        };
         let words = device.zeroed(Exchange::new(GlobalMut::default(), sizes).1)?;
         let pages: Vec<u64> = (0..cache.layers()).map(|layer| cache.layer(layer).addr()).collect();
         let (step_weights, grid) = (StepWeights::new(device, config, weights)?, weights.stream.blocks());
-        // The longest context that there is room for.
-        let splits = cache.pages().div_ceil((SPLIT / PAGE_TOKENS) as usize) as u32;
         let has_wgmma_attention = device.capabilities().wgmma
             && by_format!(&step_weights, has_short_ring, F => <F as DecodeKernels>::HAS_LONG)
-            && DecodeStep::is_long(kv_heads, splits, grid);
+            && DecodeStep::is_long(sizes.kv_heads, sizes.splits, grid);
         Ok(Some(Self {
             weights: step_weights,
             packed_head: weights.packed_head.as_ref().filter(|_| !has_short_ring).map(Packed::parts),

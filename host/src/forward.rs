@@ -245,7 +245,7 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn prepare_decode(&mut self) -> Result<bool, Error> {
-        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache);
+        let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache, self.room.splits());
         self.decode = timed("memory for the decode kernel", decode)?;
         Ok(self.decode.is_some())
     }

@@ -10,18 +10,18 @@
 
 use core::ops::Range;
 
-use cuda_std::{bf16, bulk, shared, thread, warp};
+use cuda_std::{bulk, shared, thread, warp};
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use super::WGMMA;
-use super::consumer::{Consumer, pair_with_next, sync};
+use super::consumer::{Consumer, sync};
 use super::producer::{Share, Units, are_few};
 use super::tree::PairRows;
 use super::{Mark, SCRATCH, SEQUENCES, THREADS, TREE, WARPS, sequences};
 use crate::activations::element_at;
 use crate::attention::{
     Attend, DimSums, Divisor, PAIRS, QUARTER, SPLIT, SoftmaxWeights, Tile, TileWeights, WARP_KEYS, WarpAttention,
-    add_values, combine_by_warp, combine_head, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
+    add_values, eight_values, keys_from, reduce_few, score_tiles, values_from, weigh,
 };
 use crate::exchange::WordKind;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, PageLayout};
@@ -78,7 +78,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
         // SAFETY: the caller's word.
         unsafe {
-            let units = Units::load();
+            let units = Units::load::<ROWS>(self.place);
             if !units.is_empty() {
                 self.stage(layer);
             }
@@ -100,15 +100,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            let p = self.p;
-            // Of one row no grid barrier tells that all have combined what a layer before left here; one tells that of
-            // the layer before that.
-            let first =
-                if ONE { thread::opaque(layer) % 2 * thread::opaque(p.work.q_heads) * p.work.splits } else { 0 };
-            let first = first as usize;
-            let all = p.work.attend();
-            let (sums, scales) = (all.sums.at(first * HEAD_DIM as usize), all.scales.at(first * 2));
-            let attend = Attend { sums, scales, ..all };
+            let attend = self.p.work.attend();
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2, turn: 0 };
             let dealt = (units.group, units.tile_rows);
             let are_whole = ROWS == SEQUENCES && units.are_whole();
@@ -116,7 +108,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 // As in a product that a block has no N-tile of.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
-            while let Some(share) = units.take::<ROWS, ATTENTION, SHORT>(p.work.kv_heads) {
+            while let Some(share) = units.take::<ROWS, ATTENTION, SHORT>(self.p.work.kv_heads) {
                 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
                 if ATTENTION == WGMMA {
                     self.share_of_all::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
@@ -129,104 +121,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             }
             self.mark(Mark::Attended);
             if Units::last() >= SPLIT && !are_whole {
-                self.grid_barrier();
-                cuda_std::assume(p.work.q_heads > 0);
-                let lane = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-                let mut item = thread::block_idx_x();
-                if !ONE && self.combines_by_warps() {
-                    self.combine_by_warps(&attend, lane);
-                    item = u32::MAX;
-                }
-                while item < self.count * p.work.q_heads {
-                    let row = item / p.work.q_heads;
-                    let put = |pair: usize, d: u32, x: bf16| {
-                        if ONE {
-                            let word = pair_with_next(x);
-                            if d.is_multiple_of(2) {
-                                self.put_out(WordKind::Attended, 4 * layer).put((pair as u32 * HEAD_DIM + d) / 2, word);
-                            }
-                        } else {
-                            p.work.attended.store(element_at(row, item % p.work.q_heads * HEAD_DIM + d), x);
-                        }
-                    };
-                    combine_head(&attend, row, item % p.work.q_heads, self.slot(row), lane, put, SCRATCH);
-                    item += thread::grid_dim_x();
+                if ONE {
+                    self.combine_of_one(layer);
+                } else {
+                    self.grid_barrier();
+                    self.combine_of_some(&attend);
                 }
                 self.mark(Mark::Combined);
-            }
-        }
-    }
-
-    /// Whether the splits of a row and head are better added by a warp than by a block: where there are many such items
-    /// and few splits.
-    #[inline(always)]
-    unsafe fn combines_by_warps(&self) -> bool {
-        // SAFETY: the caller's word.
-        let (items, last) = unsafe { (self.count * self.p.work.q_heads, Units::last()) };
-        // How often a warp waits for memory, which asks for 8 splits at a time; and a block, once an item and again
-        // behind its barrier.
-        last / (SPLIT * WARPS) < 2 * ((items - 1) / thread::grid_dim_x())
-    }
-
-    /// Adds the splits of each row and head, a warp an item.
-    ///
-    /// # Safety
-    /// All blocks have arrived at a grid barrier with their parts, and this one has waited for it.
-    #[inline(always)]
-    unsafe fn combine_by_warps(&self, attend: &Attend, (lane, warp_id): (u32, u32)) {
-        let q_heads = self.p.work.q_heads;
-        let mut item = thread::block_idx_x() + thread::grid_dim_x() * warp_id;
-        while item < self.count * q_heads {
-            // SAFETY: the caller's word; there are heads.
-            unsafe {
-                cuda_std::assume(q_heads > 0);
-                self.combine_item(attend, item / q_heads, item as usize, lane);
-            }
-            item += thread::grid_dim_x() * WARPS;
-        }
-    }
-
-    /// The same for a share's rows, if it has the last split of its head and the block had all before it.
-    ///
-    /// # Safety
-    /// The block had all splits of the share's head up to this one.
-    #[inline(always)]
-    unsafe fn combine_share(&self, attend: &Attend, share: &Share, group: u32) {
-        // SAFETY: the caller's word.
-        unsafe {
-            let end = self.end_of(share);
-            let last = self.slot(end - 1) / SPLIT;
-            if last == 0 || share.split < last {
-                return;
-            }
-            // Other warps have left parts.
-            sync();
-            cuda_std::assume(group > 0);
-            let (lane, mut i) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
-            while i < (end - share.first_row) * group {
-                let row = share.first_row + i / group;
-                let pair = row * self.p.work.q_heads + share.kv_head * group + i % group;
-                self.combine_item(attend, row, pair as usize, lane);
-                i += WARPS;
-            }
-        }
-    }
-
-    /// Adds the splits of a row and head, if there are several.
-    ///
-    /// # Safety
-    /// All lanes of a warp call it. `row` is below the step's rows, `pair` one of its pairs, and all splits have left
-    /// their parts, for this warp to see; no other warp combines it.
-    #[inline(always)]
-    unsafe fn combine_item(&self, attend: &Attend, row: u32, pair: usize, lane: u32) {
-        // SAFETY: the caller's word.
-        unsafe {
-            let splits = self.slot(row) / SPLIT + 1;
-            if splits > 1 {
-                let words = |s| attend.part(pair, s).load16(lane as usize * 4);
-                let head = pair as u32 - row * self.p.work.q_heads;
-                let put = |d, word| self.put_pair(row, head, d, word);
-                combine_by_warp(splits, lane, words, |s| attend.part_scale(pair, s), put);
             }
         }
     }
@@ -420,7 +321,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
             let position = self.slots();
-            let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
+            let keep = |_, pair, d, sum, scale| {
+                self.keep_part::<ONE>(attend, layer, (pair, tile.split), (d, sum, scale));
+            };
             reduce_few(attend, tile, &found, position, put, keep, (SCRATCH + QUERY_BYTES, 1));
             if ONE && end {
                 self.release(2 * pages, tile.lane);
@@ -499,7 +402,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 });
             }
             let put = |pair: usize, d: u32, word: u32| self.put_attended::<ONE>(attend, layer, pair, d, word);
-            let keep = |_, pair, d, sum, scale| attend.keep(tile.split, pair, d, sum, scale);
+            let keep = |_, pair, d, sum, scale| {
+                self.keep_part::<ONE>(attend, layer, (pair, tile.split), (d, sum, scale));
+            };
             sums.put(attend, tiles, self.slots(), put, keep);
         }
     }

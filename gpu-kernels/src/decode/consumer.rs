@@ -34,7 +34,6 @@ use crate::weights::{FragmentFormat, WeightFormat};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::OfCodes;
 pub use one::{ONE_BYTES, factors};
-pub use outputs::pair_with_next;
 use outputs::{Addend, Output};
 
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][row][feature]`.
@@ -52,7 +51,7 @@ pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     rows: Divisor,
     grid: u32,
     /// The block's place in the next wave's rotation.
-    place: u32,
+    pub place: u32,
 }
 
 /// The 8 consumer warps of a block synchronise.
@@ -120,7 +119,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                     if matrix == Matrix::Qkv {
                         // Scratch memory is free.
                         sync();
-                        self.attention::<1, true, ATTENTION>(layer, Units::load());
+                        self.attention::<1, true, ATTENTION>(layer, Units::load::<ROWS>(self.place));
                     }
                     part = self.part(index, 0);
                     continue;

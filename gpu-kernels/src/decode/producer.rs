@@ -43,9 +43,10 @@ pub struct Units {
     splits: u32,
     /// Units of a split.
     tiles: u32,
-    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`.
+    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`; as they are stored for all layers of
+    /// one sequence, units that every block has.
     next: u32,
-    /// One beyond the last that is left.
+    /// One beyond the last that is left; as they are stored, likewise, how many blocks have one more.
     end: u32,
     /// The last position; of a tree, the last slot.
     last: u32,
@@ -66,7 +67,7 @@ pub struct Share {
 }
 
 impl Units {
-    /// Those of this block when the step has `count` rows: the same in every layer.
+    /// Those of all blocks when the step has `count` rows, to be stored.
     ///
     /// # Safety
     /// `count` is the step's rows, at least 1, which are of one sequence.
@@ -74,7 +75,7 @@ impl Units {
     pub unsafe fn new<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: the caller's word: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
-        let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
+        let grid = thread::grid_dim_x();
         // SAFETY: a grid has blocks.
         unsafe { cuda_std::assume(grid > 0) };
         let group = Divisor::new(p.work.group());
@@ -92,8 +93,7 @@ impl Units {
         // Of attention by `wgmma` all tiles of a split are one unit.
         let tiles = if ATTENTION == WGMMA { 1 } else { tiles };
         let all = p.work.kv_heads * splits * tiles;
-        let [next, end] = [block, block + 1].map(|block| block * all / grid);
-        Self { group, tile_rows, splits, tiles, next, end, last }
+        Self { group, tile_rows, splits, tiles, next: all / grid, end: all % grid, last }
     }
 
     /// Those of this block when the step has `count` rows of several sequences, the furthest at the position `last`,
@@ -155,17 +155,26 @@ impl Units {
         }
     }
 
-    /// Those that were left, for another layer.
+    /// Those of this block in another layer, where its place in the rotation of the output projection's N-tiles is
+    /// `place`. Blocks with fewer N-tiles come first: a unit's keys and values take a block's ring as long as an N-tile
+    /// does, and all others would wait for those that have more of both. Of several sequences a block has the same
+    /// ones in every layer.
     ///
     /// # Safety
-    /// The block has synchronised behind [`store`](Self::store).
+    /// The block has synchronised behind [`store`](Self::store). `place` is below the grid's blocks.
     #[inline(always)]
-    pub unsafe fn load() -> Self {
+    pub unsafe fn load<const ROWS: u8>(place: u32) -> Self {
         // SAFETY: the block's place for them, written before the roles part.
         unsafe {
-            let place = shared::dynamic::<[u32; 2]>(UNITS);
-            let group = place.cast::<Divisor>().load(0);
-            let ([tile_rows, splits], [tiles, next], [end, last]) = (place.load(1), place.load(2), place.load(3));
+            let stored = shared::dynamic::<[u32; 2]>(UNITS);
+            let group = stored.cast::<Divisor>().load(0);
+            let ([tile_rows, splits], [tiles, mut next], [mut end, last]) =
+                (stored.load(1), stored.load(2), stored.load(3));
+            if ROWS != SEQUENCES {
+                let (each, more, rank) = (next, end, thread::grid_dim_x() - 1 - place);
+                next = rank * each + rank.min(more);
+                end = next + each + u32::from(rank < more);
+            }
             Self { group, tile_rows, splits, tiles, next, end, last }
         }
     }
@@ -320,7 +329,8 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, cons
         while index < p.matrices() {
             let matrix = p.matrix(index);
             if matrix == Matrix::Output {
-                produce_cache::<ROWS, ATTENTION, SHORT>(p, &mut ring, index / 4, Units::load(), of_one);
+                let units = Units::load::<ROWS>(walk.place(thread::block_idx_x()));
+                produce_cache::<ROWS, ATTENTION, SHORT>(p, &mut ring, index / 4, units, of_one);
             }
             if F::OTHER_HEAD && matrix == Matrix::Head {
                 walk.chunks = p.head_base;

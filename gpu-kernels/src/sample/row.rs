@@ -7,7 +7,7 @@
 
 use cuda_std::{Global, shared, thread};
 
-use super::mass::rank;
+use super::mass::{rank, ranked_logit};
 use super::team::warp_total;
 use super::{CHOICE, Choice, GENERATED, THREADS, WARPS};
 use crate::step::Rows;
@@ -264,6 +264,23 @@ impl Row {
                 (true, true) => rank(f32::NAN, token),
             }
         }
+    }
+
+    /// The best rank of this thread's logits in the slice that is below `limit`; 0 if there is none.
+    #[inline(always)]
+    pub unsafe fn best_below<C: Change>(&self, limit: u64) -> u64 {
+        let (mut best, most) = (0, ranked_logit(limit));
+        // SAFETY: the caller's word.
+        unsafe {
+            self.each::<C>(
+                |logit| logit <= most,
+                |token, logit| {
+                    let rank = rank(logit, token);
+                    best = if rank < limit { rank.max(best) } else { best };
+                },
+            );
+        }
+        best
     }
 
     /// Hands a logit to each of the first lanes of a warp, whose slice has no more than these.

@@ -309,7 +309,7 @@ impl Team {
 
 /// The largest of a value over the block, known to every thread.
 #[inline(always)]
-pub(super) unsafe fn block_max(mut v: u64) -> u64 {
+pub(crate) unsafe fn block_max(mut v: u64) -> u64 {
     // SAFETY: the caller's word.
     unsafe {
         let mut mask = 16;

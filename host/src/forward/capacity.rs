@@ -92,7 +92,8 @@ impl Footprint {
         let rows = room.rows;
         let LayerPlan { hidden, attention, .. } = config.plan;
         let activations = rows * (hidden * 6 + hidden / 4 + attention.qkv_size() * 4 + attention.query_size() * 4);
-        let partial = rows * attention.query_heads * room.splits() * (HEAD_DIM as usize + 2) * 4;
+        // Of each row four bytes, and of a single one eight.
+        let partial = (rows * 4 + 8) * attention.query_heads * room.splits() * (HEAD_DIM as usize + 2);
         let working = room.pages * KvCache::page_bytes(config)
             + room.context * HEAD_DIM as usize * 4
             + room.sequences * pages(room.context) * 4

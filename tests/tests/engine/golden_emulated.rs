@@ -163,6 +163,25 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
     }
 }
 
+/// The parts of a context's splits come as words: a warp adds one of a few splits, or some of up to 32, or more after
+/// these, and then their maxima are found before.
+#[test]
+fn one_row_of_any_context_gives_the_bits_of_the_unfused_path() {
+    let published = Config { vocab_size: 300, ..Config::published("8B").unwrap() };
+    // What one layer leaves to the next has nothing to do with the context's length.
+    for (position, layers, heads) in
+        [(255, 1, (2, 1)), (256, 2, (8, 2)), (2400, 2, (5, 1)), (8200, 1, (4, 1)), (42_000, 1, (2, 1))]
+    {
+        let mut config = Config { num_hidden_layers: layers, ..published.clone() };
+        config.plan.resize(256, 256, heads);
+        let device = host::device::Device::emulator(u64::from(position));
+        let weights = host::weights::DeviceWeights::random_as(&config, &device, None).unwrap();
+        let [unfused, .., few] = unfused_and_batched(&device, &config, weights, &one_row_at([position]));
+        assert!(unfused.iter().all(|logit| logit.is_finite()));
+        assert!(few == unfused, "position {position}, {heads:?} heads");
+    }
+}
+
 #[test]
 fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
     let in_e4m3 = |case: &GoldenCase| tolerance(&case.open()) > TOLERANCE;

@@ -65,7 +65,7 @@ pub struct Output {
 
 /// What this lane and the next one have, side by side: of use to even lanes.
 #[inline(always)]
-pub fn pair_with_next(x: bf16) -> u32 {
+fn pair_with_next(x: bf16) -> u32 {
     let x = u32::from(x.to_bits());
     x | warp::shuffle_xor(x, 1) << 16
 }
