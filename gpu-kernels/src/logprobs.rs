@@ -2,8 +2,8 @@
 //! the logit of the token that is chosen.
 //!
 //! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the
-//! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps, unless they are few. Masses are its integers:
-//! their sum has no order, and is the same on the CPU.
+//! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps, unless they are few. Masses
+//! are its integers: their sum has no order, and is the same on the CPU.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses are as it says. Every function that is not a kernel is called by

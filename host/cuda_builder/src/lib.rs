@@ -223,6 +223,10 @@ impl CudaBuilder {
         let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
         let manifest = krate.join("Cargo.toml");
         tell_cargo(format_args!("rerun-if-changed={}", manifest.display()));
+        // Profiles are the workspace's.
+        for outer in krate.ancestors().skip(1).map(|folder| folder.join("Cargo.toml")).filter(|outer| outer.is_file()) {
+            tell_cargo(format_args!("rerun-if-changed={}", outer.display()));
+        }
         let name = package_name(&std::fs::read_to_string(&manifest).map_err(io(&manifest))?);
         tell_cargo(format_args!("rerun-if-env-changed={TOOLCHAIN_VARIABLE}"));
         let toolchain = Toolchain::find()?;
