@@ -25,7 +25,7 @@ fn ptxas() -> PathBuf {
 /// lack registers; decode kernels of one row, in e4m3, and those with attention of many pairs at a time keep some
 /// addresses outside of their loops; and tiles of 128 rows of quantised layers have fragments of weights beside as many
 /// sums and totals. A defect with a bound, not a licence: shrink it.
-const SPILLING: [(&str, u32); 34] = [
+const SPILLING: [(&str, u32); 35] = [
     ("gemm_write_n192", 140),
     ("gemm_qkv_n192", 124),
     ("gemm_qkv_2x1", 64),
@@ -49,6 +49,7 @@ const SPILLING: [(&str, u32); 34] = [
     ("decode_1_int4_lossless_head", 28),
     ("decode_1_lossless", 36),
     ("decode_16_e4m3", 20),
+    ("decode_16_sequences", 0),
     ("decode_16_sequences_e4m3", 8),
     ("decode_16_sequences_fp8", 104),
     ("decode_16_sequences_int4", 104),
@@ -63,7 +64,7 @@ const SPILLING: [(&str, u32); 34] = [
 ];
 
 /// Bytes of loads that the decode kernels may spill where consumers cannot take other warps' registers.
-const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 968);
+const WITHOUT_SETMAXNREG: (&str, u32) = ("sm_90", 972);
 
 /// The one kernel, for measurements alone, whose products ptxas has wait for each other for want of registers.
 const WAITING: &str = "gemm_plain_n192";
