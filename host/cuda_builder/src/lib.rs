@@ -222,10 +222,9 @@ impl CudaBuilder {
     pub fn build(self) -> Result<Vec<Module>, Error> {
         let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
         let manifest = krate.join("Cargo.toml");
-        tell_cargo(format_args!("rerun-if-changed={}", manifest.display()));
-        // Profiles are the workspace's.
-        for outer in krate.ancestors().skip(1).map(|folder| folder.join("Cargo.toml")).filter(|outer| outer.is_file()) {
-            tell_cargo(format_args!("rerun-if-changed={}", outer.display()));
+        // Its own, and the workspace's, whose profiles it has.
+        for manifest in krate.ancestors().map(|folder| folder.join("Cargo.toml")).filter(|path| path.is_file()) {
+            tell_cargo(format_args!("rerun-if-changed={}", manifest.display()));
         }
         let name = package_name(&std::fs::read_to_string(&manifest).map_err(io(&manifest))?);
         tell_cargo(format_args!("rerun-if-env-changed={TOOLCHAIN_VARIABLE}"));
