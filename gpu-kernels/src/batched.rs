@@ -364,7 +364,7 @@ impl BatchedStep {
     unsafe fn wait_for(&self, phase: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            waiting::for_count(self.grid_barriers(), 0, phase * thread::grid_dim_x());
+            waiting::long_for_count(self.grid_barriers(), 0, phase * thread::grid_dim_x());
             bulk::fence_proxy_async_global();
         }
     }

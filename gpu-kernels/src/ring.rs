@@ -266,10 +266,10 @@ impl Ring {
         }
     }
 
-    /// The same of a stage of which all that was loaded went into `word`.
+    /// The same of a stage of which a part of each load went into `word`: a load ends as a whole.
     ///
     /// # Safety
-    /// As for [`release`](Self::release); each lane's `word` depends on all that it has loaded from the stage.
+    /// As for [`release`](Self::release); each lane's `word` depends on each of its loads from the stage.
     #[inline(always)]
     pub unsafe fn release_loaded(&self, word: u32, arrives: bool) {
         // SAFETY: the caller's word.

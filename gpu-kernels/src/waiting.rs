@@ -49,3 +49,18 @@ pub(crate) unsafe fn for_count(counters: GlobalMut<u32>, i: usize, least: u32) {
     // SAFETY: the caller's word.
     unsafe { until(|| atomic::load(counters, i, Ordering::Acquire, Scope::Device) >= least) }
 }
+
+/// The same for a wait that is long, as at a grid barrier: each load that acquires empties the SM's L1, so only the last
+/// one does.
+///
+/// # Safety
+/// As for [`for_count`].
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
+#[inline(always)]
+pub(crate) unsafe fn long_for_count(counters: GlobalMut<u32>, i: usize, least: u32) {
+    // SAFETY: the caller's word.
+    unsafe {
+        until(|| atomic::load(counters, i, Ordering::Relaxed, Scope::Device) >= least);
+        atomic::load(counters, i, Ordering::Acquire, Scope::Device);
+    }
+}

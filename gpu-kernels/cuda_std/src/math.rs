@@ -136,6 +136,14 @@ pub fn brev(x: u32) -> u32 {
     x.reverse_bits()
 }
 
+/// A word's lower half twice, and its upper half twice. As moves of halves (`mov.b32` with a vector of two), which the
+/// assembler makes a part of what multiplies pairs of 16-bit numbers; a [permutation](permute) is an instruction.
+#[inline(always)]
+#[must_use]
+pub fn broadcast_halves(word: u32) -> [u32; 2] {
+    target::broadcast_halves(word)
+}
+
 /// Four bytes of eight, those of `low` and then those of `high`: byte `i` of the result is the one whose number bits
 /// `4 i` to `4 i + 2` of `which` are (`prmt.b32`). Bit `4 i + 3` is zero.
 #[inline(always)]

@@ -91,6 +91,7 @@ fn arithmetic() {
     assert_eq!(math::from_bf16(bf16::from_bits(0xc040)), -3.0);
     assert_eq!(math::mul_hi_u64(u64::MAX, u64::MAX), u64::MAX - 1);
     assert_eq!((math::popc(0xf0), math::clz(0xf0), math::brev(1)), (4, 24, 1 << 31));
+    assert_eq!(math::broadcast_halves(0x1234_5678), [0x5678_5678, 0x1234_1234]);
     assert_eq!((math::max(1.0, f32::NAN), math::min(f32::NAN, 1.0)), (1.0, 1.0));
     assert_eq!((math::exp2(3.0), math::exp2(-140.0), math::log2(8.0), math::rcp(4.0)), (8.0, 0.0, 3.0, 0.25));
     assert_eq!((math::rsqrt(4.0), math::sqrt(9.0), math::abs(-1.0), math::fma(2.0, 3.0, 4.0)), (0.5, 3.0, 1.0, 10.0));

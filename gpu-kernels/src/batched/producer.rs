@@ -147,9 +147,10 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                     let mut first = wave.together(n_tile, 0) * TOGETHER;
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
-                        let most = under_way(filled / F::STAGES, alone, weights_under_way::<ROWS>()) * F::STAGES;
-                        // Where nothing is held back, there is one barrier less to ask.
-                        if most < Memory::<ROWS>::RING.stages {
+                        // Boxes have few bytes, and consumers would wait for them: they are not held back. Where
+                        // nothing is, there is one barrier less to ask.
+                        let most = under_way(filled, alone, weights_under_way::<ROWS>());
+                        if !by_boxes && most < Memory::<ROWS>::RING.stages {
                             ring.wait_under_way(most);
                         }
                         ring.wait_empty();

@@ -232,7 +232,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 let arrivals = shared::dynamic::<u32>(ARRIVALS);
                 let all = arrivals.load(0) + thread::grid_dim_x();
                 arrivals.store(0, all);
-                waiting::for_count(self.p.counters, 0, all);
+                waiting::long_for_count(self.p.counters, 0, all);
             }
             sync();
         }

@@ -17,9 +17,6 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     /// How they are multiplied.
     type MainLoop: MainLoop<Self>;
 
-    /// How many stages have as many bytes as one of [`Plain`], or nearly.
-    const STAGES: u32 = 1;
-
     /// Whether a stage, a slice of [`TOGETHER`](crate::stream::TOGETHER) N-tiles, is a box of
     /// [`BatchedStep::boxes`], and not one piece of memory.
     const BY_BOXES: bool = true;
@@ -71,7 +68,7 @@ pub(crate) trait CodedFormat: BatchedFormat {
     /// [`load_fragments`](LoadedFormat::load_fragments) does.
     fn put_codes<const FIRST: usize>(codes: Self::Codes);
 
-    /// A word for which all of them must have been loaded.
+    /// A word for which all of them must have been loaded: it depends on a word of each load, which ends as a whole.
     fn mix(codes: Self::Codes) -> u32;
 }
 

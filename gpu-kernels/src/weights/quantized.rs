@@ -170,7 +170,7 @@ impl Scale {
     /// As [`Code::decode`] takes it, of a fragment's upper eight rows or the lower ones.
     #[inline(always)]
     pub fn factors<C: Code>(self, is_upper: bool) -> Factors {
-        let (low, high) = (math::permute(self.0, self.0, 0x1010), math::permute(self.0, self.0, 0x3232));
+        let [low, high] = math::broadcast_halves(self.0);
         if C::PARTS == 1 {
             // Codes of upper rows are in the four bits before those of lower ones.
             let high = if C::BITS == 4 && is_upper { math::fma_bf16x2(high, SIXTEENTHS, NOTHING) } else { high };

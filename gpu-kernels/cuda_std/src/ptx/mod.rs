@@ -146,6 +146,17 @@ pub fn fma_bf16x2(a: u32, b: u32, c: u32) -> u32 {
 }
 
 #[inline(always)]
+pub fn broadcast_halves(word: u32) -> [u32; 2] {
+    let (low, high);
+    // SAFETY: moves registers.
+    unsafe {
+        asm!("{{ .reg .b16 %l, %h; mov.b32 {{%l, %h}}, {word}; mov.b32 {low}, {{%l, %l}}; mov.b32 {high}, {{%h, %h}}; }}",
+            word = in(reg32) word, low = out(reg32) low, high = out(reg32) high, options(pure, nomem, nostack));
+    }
+    [low, high]
+}
+
+#[inline(always)]
 pub fn permute(low: u32, high: u32, which: u32) -> u32 {
     let word: u32;
     // SAFETY: arithmetic.

@@ -9,13 +9,12 @@ use cuda_std::thread;
 use super::{Code, Quantized, SCALE_BYTES, Scale, both_factors, load_slice, second_at, words};
 use crate::batched::{BatchedStep, OfCodes};
 use crate::linear::K_PARTIALS;
-use crate::stream::{SLICES_APART, TOGETHER};
+use crate::stream::TOGETHER;
 use crate::weights::batched::put_slice;
 use crate::weights::{BatchedFormat, CodedFormat};
 
 impl<C: Code> BatchedFormat for Quantized<C> {
     type MainLoop = OfCodes;
-    const STAGES: u32 = SLICES_APART / (TOGETHER * (C::SLICE_BYTES + SCALE_BYTES)) + 1;
     const SCALED: bool = C::UNIT != 1.0;
 
     #[inline(always)]
@@ -58,13 +57,6 @@ impl<C: Code> CodedFormat for Quantized<C> {
 
     #[inline(always)]
     fn mix((codes, [lower, upper]): Self::Codes) -> u32 {
-        let mut word = lower.0 ^ upper.0;
-        unroll!(I < 4; {
-            word ^= codes[0][I];
-            if C::BITS == 8 {
-                word ^= codes[1][I];
-            }
-        });
-        word
+        lower.0 ^ upper.0 ^ codes[0][0] ^ if C::BITS == 8 { codes[1][0] } else { 0 }
     }
 }

@@ -55,6 +55,10 @@ pub fn fma_bf16x2(a: u32, b: u32, c: u32) -> u32 {
     pack_bf16(half(0), half(16))
 }
 
+pub fn broadcast_halves(word: u32) -> [u32; 2] {
+    [word & 0xffff, word >> 16].map(|half| half << 16 | half)
+}
+
 pub fn permute(low: u32, high: u32, which: u32) -> u32 {
     let bytes = u64::from(high) << 32 | u64::from(low);
     (0..4).fold(0, |word, i| word | ((bytes >> (8 * (which >> (4 * i) & 7))) as u32 & 0xff) << (8 * i))
