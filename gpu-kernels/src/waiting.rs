@@ -50,7 +50,7 @@ pub(crate) unsafe fn for_count(counters: GlobalMut<u32>, i: usize, least: u32) {
     unsafe { until(|| atomic::load(counters, i, Ordering::Acquire, Scope::Device) >= least) }
 }
 
-/// The same for a wait that is long, as at a grid barrier: each load that acquires empties the SM's L1, so only the last
+/// The same for a wait that is long, as at a grid barrier: a load that acquires empties the SM's L1, so only the last
 /// one does.
 ///
 /// # Safety

@@ -123,7 +123,7 @@ impl Tuning {
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
-    pub const H200: Self = Self { name: "H200", code_rows: 64, packed_pages: usize::MAX, ..Self::H100 };
+    pub const H200: Self = Self { name: "H200", packed_pages: usize::MAX, ..Self::H100 };
 
     /// Every other card, of which none was measured: what takes the fewest bets.
     pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };
