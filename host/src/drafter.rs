@@ -4,7 +4,7 @@
 //! launches that leave one in device memory, and the host never sees it. What is proposed decides how many steps an
 //! answer takes, never what it says: `accept` and `confirm` compare it with the tokens that the model chooses.
 //!
-//! To add a drafter: a file here, and an arm of [`Draft`](crate::Draft).
+//! To add a drafter: a file here, an arm of [`Draft`](crate::Draft), and what it does for a batch in `batch/draft.rs`.
 
 mod backoff;
 mod eagle_on_host;

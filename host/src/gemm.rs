@@ -435,7 +435,7 @@ pub fn leaves_codes(device: &Device, rows: u32, n: u32) -> bool {
 /// half of the card, presumably because blocks then get whatever SM is free, and those that share tiles no longer ask
 /// L2 for them together.
 fn is_early(device: &Device, cut: Cut, m: u32, n: u32, k: u32) -> bool {
-    let alone = device.sms() / if k > device.capabilities().tuning().gemm.long_chain { 2 } else { 1 };
+    let alone = device.sms() / if k > device.capabilities().tuning().gemm.long_k { 2 } else { 1 };
     cut != Cut::N128 || cut.tiles(m, n) <= alone
 }
 

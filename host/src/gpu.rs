@@ -218,7 +218,7 @@ impl Gpu {
         let taps = draft.as_ref().and_then(DraftWeights::taps);
         let mut draft = draft.map(|draft| draft.passes(&forward, capacity)).transpose()?;
         // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
-        // launches do the same.
+        // unfused path does the same.
         for forward in std::iter::once(&mut forward).chain(draft.as_mut().and_then(Passes::model)) {
             forward.prepare_decode()?;
             forward.prepare_tree()?;

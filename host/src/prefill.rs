@@ -105,7 +105,8 @@ fn input_map(input: Input) -> usize {
 /// Which kernel a GEMM takes: that of queries, keys and values makes heads of them at once.
 fn epilogue(gemm: &plan::Gemm) -> Epilogue {
     match gemm.epilogue {
-        plan::Epilogue::Write { .. } => Epilogue::Qkv,
+        plan::Epilogue::Write { .. } if gemm.matrix == plan::Matrix::Qkv => Epilogue::Qkv,
+        plan::Epilogue::Write { .. } => Epilogue::Write,
         plan::Epilogue::Add => Epilogue::Add,
         plan::Epilogue::SwiGlu => Epilogue::SwiGlu,
     }

@@ -64,6 +64,6 @@ impl Profile {
         for pair in phases.windows(2) {
             span(pair[1].0, pair[0].1, pair[1].1);
         }
-        span("streamed step", first, last);
+        span("decode step", first, last);
     }
 }

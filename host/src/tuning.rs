@@ -95,7 +95,7 @@ pub struct GemmTuning {
     /// Rows of a band of tiles, which are walked together so that L2 has what they share: of blocks, and of clusters.
     pub band_rows: [u32; 2],
     /// GEMMs of more input features than this begin no launch early on more than half of the card.
-    pub long_chain: u32,
+    pub long_k: u32,
 }
 
 impl Tuning {
@@ -118,7 +118,7 @@ impl Tuning {
             cluster_rows: 2048,
             whole_cluster_rows: 512,
             band_rows: [1024, 2048],
-            long_chain: 4096,
+            long_k: 4096,
         },
     };
 

@@ -261,7 +261,7 @@ impl DeviceWeights {
         match gemm.matrix {
             Matrix::Head => &self.norm,
             Matrix::Qkv => self.layers.get(layer).map_or(&self.norm, |layer| &layer.input_norm),
-            _ => &self.layers[layer].post_attention_norm,
+            Matrix::Output | Matrix::GateUp | Matrix::Down => &self.layers[layer].post_attention_norm,
         }
     }
 
@@ -270,7 +270,9 @@ impl DeviceWeights {
     pub fn norm_after(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
         match gemm.matrix {
             Matrix::Output => &self.layers[layer].post_attention_norm,
-            _ => self.layers.get(layer + 1).map_or(&self.norm, |next| &next.input_norm),
+            Matrix::Qkv | Matrix::GateUp | Matrix::Down | Matrix::Head => {
+                self.layers.get(layer + 1).map_or(&self.norm, |next| &next.input_norm)
+            }
         }
     }
 

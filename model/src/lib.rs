@@ -31,7 +31,7 @@ pub use cpu::{CpuEagle, CpuModel, Fault, HiddenStates, KvCache, KvPages, Place, 
 pub use error::Error;
 pub use family::Family;
 pub use form::{Form, Forms, Matcher, Shape};
-pub use format::{Codes, QuantizedMatrix, Weight, WeightFormat, WeightsMode};
+pub use format::{CheckpointFormat, Codes, QuantizedMatrix, Weight, WeightsMode};
 pub use plan::LayerPlan;
 pub use sampling::Sampling;
 pub use source::{DownloadProgress, Source};

@@ -329,11 +329,11 @@ fn a_profile_shows_the_phases_of_decode_steps() {
     let (json, spans) = profiled(&[&args[..], &[dir.to_str().unwrap()]].concat());
     let count = |name: &str| spans.iter().filter(|span| span.0 == 2 && span.1 == name).count() as u64;
     let steps = json["statistics"]["steps"].as_u64().unwrap();
-    assert_eq!((count("streamed step"), count("embed"), count("head")), (steps, steps, steps));
+    assert_eq!((count("decode step"), count("embed"), count("head")), (steps, steps, steps));
     // The same number in each layer of each step.
     assert!(count("qkv") > 0 && count("qkv").is_multiple_of(steps) && count("down") == count("qkv"));
-    let parts: f64 = spans.iter().filter(|s| s.0 == 2 && s.1 != "streamed step").map(|s| s.3 - s.2).sum();
-    let whole: f64 = spans.iter().filter(|s| s.1 == "streamed step").map(|s| s.3 - s.2).sum();
+    let parts: f64 = spans.iter().filter(|s| s.0 == 2 && s.1 != "decode step").map(|s| s.3 - s.2).sum();
+    let whole: f64 = spans.iter().filter(|s| s.1 == "decode step").map(|s| s.3 - s.2).sum();
     assert!((parts - whole).abs() < 1e-6 * whole + 1.0, "{parts} of {whole}");
 }
 

@@ -309,23 +309,27 @@ pub fn decode_unfused_and_batched(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The logits of rows of many sequences, `[rows, vocab]`: by the unfused path, by the kernels for many sequences, and
-/// by those with GEMMs as launches; and by the decode kernel, where they are so few, or the second again. `positions`
-/// are those of each sequence's rows; keys and values before them are made up.
-///
-/// # Panics
-/// If anything fails, or the device has no such kernels.
-pub fn unfused_and_batched(
-    device: &host::device::Device,
-    config: &model::Config,
-    weights: host::weights::DeviceWeights,
-    positions: &[Range<u32>],
-) -> [Vec<f32>; 4] {
-    use gpu_kernels::step::MAX_DECODE_ROWS;
-    use host::forward::{Capacity, Forward, Row, RowOutput};
+/// Rows of many sequences with made-up keys and values before them.
+struct Company {
+    forward: host::forward::Forward,
+    listed: host::forward::ListedRows,
+    /// Of the sequences in the opposite order.
+    reversed: host::forward::ListedRows,
+    count: usize,
+    vocab: usize,
+}
 
-    let run = move || -> Result<[Vec<f32>; 4], host::Error> {
-        let (sequences, in_e4m3) = (positions.len(), weights.e4m3().is_some());
+impl Company {
+    /// `positions` are those of each sequence's rows.
+    fn new(
+        device: &host::device::Device,
+        config: &model::Config,
+        weights: host::weights::DeviceWeights,
+        positions: &[Range<u32>],
+    ) -> Result<Self, host::Error> {
+        use host::forward::{Capacity, Forward, Row};
+
+        let sequences = positions.len();
         let count = positions.iter().map(Range::len).sum::<usize>();
         let context = positions.iter().map(|positions| positions.end as usize).max().unwrap_or(0);
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
@@ -343,39 +347,91 @@ pub fn unfused_and_batched(
             positions.clone().zip(0..).map(move |(position, i)| Row { token: token(i), position, sequence })
         };
         let listed = forward.list_rows(&(0..).zip(positions).flat_map(rows).collect::<Vec<_>>())?;
-        let logits = |forward: &Forward| {
-            forward.enqueue_listed(&listed, RowOutput::LogitsFrom(0))?;
-            let mut out = vec![0.0; count * config.vocab_size];
-            forward.logits().read(0, &mut out).map(|()| out)
-        };
-        let unfused = logits(&forward)?;
-        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
-        let batched = logits(&forward)?;
-        forward.use_gemm_from(1);
-        let by_gemm = logits(&forward)?;
-        let listed_rows: Vec<_> = (0..sequences as u32).zip(positions).rev().flat_map(rows).collect();
-        let reversed = forward.list_rows(&listed_rows)?;
+        let reversed: Vec<_> = (0..sequences as u32).zip(positions).rev().flat_map(rows).collect();
+        let reversed = forward.list_rows(&reversed)?;
+        Ok(Self { forward, listed, reversed, count, vocab: config.vocab_size })
+    }
+
+    /// From now on steps take the quickest path.
+    fn prepare(&mut self) -> Result<(), host::Error> {
+        assert!(self.forward.prepare_decode()? && self.forward.prepare_batched()?, "the device cannot stream");
+        Ok(())
+    }
+
+    /// The logits of the last step.
+    fn read(&self) -> Result<Vec<f32>, host::Error> {
+        let mut out = vec![0.0; self.count * self.vocab];
+        self.forward.logits().read(0, &mut out).map(|()| out)
+    }
+
+    /// The logits of a step of many sequences.
+    fn step(&self) -> Result<Vec<f32>, host::Error> {
+        self.forward.enqueue_listed(&self.listed, host::forward::RowOutput::LogitsFrom(0))?;
+        self.read()
+    }
+}
+
+/// The logits of rows of many sequences, `[rows, vocab]`: by the unfused path, by the kernels for many sequences, and
+/// by those with GEMMs as launches. `positions` are those of each sequence's rows; keys and values before them are made
+/// up.
+///
+/// # Panics
+/// If anything fails, or the device has no such kernels.
+pub fn unfused_and_batched(
+    device: &host::device::Device,
+    config: &model::Config,
+    weights: host::weights::DeviceWeights,
+    positions: &[Range<u32>],
+) -> [Vec<f32>; 3] {
+    let run = move || -> Result<[Vec<f32>; 3], host::Error> {
+        let in_e4m3 = weights.e4m3().is_some();
+        let mut company = Company::new(device, config, weights, positions)?;
+        let unfused = company.step()?;
+        company.prepare()?;
+        let batched = company.step()?;
+        company.forward.use_gemm_from(1);
+        let by_gemm = company.step()?;
         if in_e4m3 {
             // Whose head is a launch of its own; what the rows before had found counts no more.
-            for rows in [&reversed, &listed] {
-                forward.enqueue_listed(rows, RowOutput::Best)?;
+            for rows in [&company.reversed, &company.listed] {
+                company.forward.enqueue_listed(rows, host::forward::RowOutput::Best)?;
             }
-            for (found, logits) in forward.best_tokens(count)?.into_iter().zip(by_gemm.chunks(config.vocab_size)) {
+            let found = company.forward.best_tokens(company.count)?;
+            for (found, logits) in found.into_iter().zip(by_gemm.chunks(config.vocab_size)) {
                 let ranks = logits.iter().zip(0..).map(|(&logit, token)| gpu_kernels::sample::rank(logit, token));
                 assert_eq!(Some(found), ranks.max());
             }
         }
-        // Twice: what one step leaves is read by the next.
-        let mut few = batched.clone();
-        if count <= MAX_DECODE_ROWS as usize {
-            for _ in 0..2 {
-                // Other logits lie there until then.
-                forward.enqueue_listed(&reversed, RowOutput::LogitsFrom(0))?;
-                forward.enqueue_sequences(&listed, RowOutput::LogitsFrom(0))?;
-                forward.logits().read(0, &mut few)?;
-            }
-        }
-        Ok([unfused, batched, by_gemm, few])
+        Ok([unfused, batched, by_gemm])
+    };
+    run().unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The same of few rows, by the unfused path and by the decode kernel.
+///
+/// # Panics
+/// As [`unfused_and_batched`].
+pub fn unfused_and_decode_kernel(
+    device: &host::device::Device,
+    config: &model::Config,
+    weights: host::weights::DeviceWeights,
+    positions: &[Range<u32>],
+) -> [Vec<f32>; 2] {
+    use host::forward::RowOutput::LogitsFrom;
+
+    let run = move || -> Result<[Vec<f32>; 2], host::Error> {
+        let mut company = Company::new(device, config, weights, positions)?;
+        let unfused = company.step()?;
+        company.prepare()?;
+        // Twice: what one step leaves is read by the next. Other logits lie there until then.
+        company.forward.enqueue_listed(&company.reversed, LogitsFrom(0))?;
+        company.forward.enqueue_sequences(&company.listed, LogitsFrom(0))?;
+        let once = company.read()?;
+        company.forward.enqueue_sequences(&company.reversed, LogitsFrom(0))?;
+        company.forward.enqueue_sequences(&company.listed, LogitsFrom(0))?;
+        let again = company.read()?;
+        assert!(once == again, "the second step of the decode kernel has other logits");
+        Ok([unfused, again])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
 }

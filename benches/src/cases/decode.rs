@@ -4,8 +4,8 @@ mod tree;
 
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, PlanDecode, STATE_WORDS, SequenceState};
+use model::CheckpointFormat;
 use model::Config;
-use model::WeightFormat;
 use model::format::{Code, Rounded};
 use model::plan::Matrix;
 
@@ -84,7 +84,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     bench.room_for(footprint.weights + footprint.working, "--size or --context")?;
     let mut forward = Forward::new(device, config, DeviceWeights::random_as(config, device, sizes.code)?, capacity)?;
     forward.fill_cache(&random(1 << 20, 5))?;
-    let streamed = forward.prepare_decode()?;
+    let in_one_launch = forward.prepare_decode()?;
     let compact = forward.compact_bytes();
     let bytes = weight_bytes(config, sizes.code, compact);
     let saved = head_saved(config, forward.packed_head_bytes());
@@ -154,7 +154,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                         },
                         if rows == 1 { "" } else { "s" },
                         if tree.is_some() && rows > 1 { ", a tree" } else { "" },
-                        match (streamed, sizes.code.is_some() && compact.is_none()) {
+                        match (in_one_launch, sizes.code.is_some() && compact.is_none()) {
                             (false, _) => ", launches",
                             (true, true) => ", as bf16",
                             (true, false) => "",

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Checkpoint, EMBEDDING, HEAD, HEAD_LAYER, Store, TensorId};
-use crate::format::{Part, Quantization, QuantizedId, Weight, WeightFormat, WeightId, WeightsMode};
+use crate::format::{CheckpointFormat, Part, Quantization, QuantizedId, Weight, WeightId, WeightsMode};
 use crate::plan::{LayerPlan, Matrix, Traits};
 use crate::{Config, Dtype, Error};
 
@@ -152,7 +152,7 @@ impl Store {
     }
 
     /// The matrix of a linear layer in a format: its tensors are there, with the shapes that it asks for.
-    fn quantized(&self, layer: &str, shape: [usize; 2], format: Arc<dyn WeightFormat>) -> Result<WeightId, Error> {
+    fn quantized(&self, layer: &str, shape: [usize; 2], format: Arc<dyn CheckpointFormat>) -> Result<WeightId, Error> {
         let part = |part: Part| {
             let name = format!("{layer}.{}", part.suffix);
             if part.optional && !self.has(&name) {

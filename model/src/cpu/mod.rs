@@ -409,8 +409,13 @@ impl CpuModel {
     fn gemm(&self, index: usize, gemm: Gemm, rows: usize, s: &mut Scratch) {
         let (layer, vectors) = (&self.weights.layers[index], &self.vectors.layers[index]);
         if gemm.input == Input::Normed {
-            let norm =
-                if gemm.matrix == plan::Matrix::Qkv { &vectors.input_norm } else { &vectors.post_attention_norm };
+            let norm = match gemm.matrix {
+                plan::Matrix::Qkv => &vectors.input_norm,
+                plan::Matrix::GateUp => &vectors.post_attention_norm,
+                plan::Matrix::Output | plan::Matrix::Down | plan::Matrix::Head => {
+                    unreachable!("in a layer {:?} reads no norm", gemm.matrix)
+                }
+            };
             self.norm(&s.x, norm, &mut s.normed);
         }
         let input = match gemm.input {
@@ -427,7 +432,13 @@ impl CpuModel {
                 }
             }
             Epilogue::Add => {
-                let weight = if gemm.matrix == plan::Matrix::Output { layer.o } else { layer.down };
+                let weight = match gemm.matrix {
+                    plan::Matrix::Output => layer.o,
+                    plan::Matrix::Down => layer.down,
+                    plan::Matrix::Qkv | plan::Matrix::GateUp | plan::Matrix::Head => {
+                        unreachable!("{:?} is added to nothing", gemm.matrix)
+                    }
+                };
                 self.project(input, rows, &mut [(weight, &mut s.delta)]);
                 add(&mut s.x, &s.delta);
             }

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibble};
+use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, nibble};
 use crate::{Dtype, Error};
 
 /// The output, of a word's eight, that a nibble is of.
@@ -27,7 +27,7 @@ pub struct Awq {
     pub group: Option<usize>,
 }
 
-impl WeightFormat for Awq {
+impl CheckpointFormat for Awq {
     fn name(&self) -> String {
         self.group
             .map_or("AWQ int4, a scale for each output".to_owned(), |group| format!("AWQ int4, groups of {group}"))

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Awq, Fp8, Gptq, PackQuantized, WeightFormat};
+use super::{Awq, CheckpointFormat, Fp8, Gptq, PackQuantized};
 use crate::Error;
 use crate::config::brief;
 
@@ -23,7 +23,7 @@ const MEND: &str = "use the checkpoint in bf16, or one in FP8 (e4m3), AWQ (gemm,
 pub struct Quantization {
     /// `quant_method`.
     pub method: String,
-    formats: Vec<Arc<dyn WeightFormat>>,
+    formats: Vec<Arc<dyn CheckpointFormat>>,
 }
 
 /// Two are the same if they read the same formats.
@@ -43,7 +43,7 @@ impl Quantization {
         let Some(method) = value.get("quant_method").and_then(Value::as_str) else {
             return Err(fields.refuse_as("quantization_config", value));
         };
-        let formats: Vec<Arc<dyn WeightFormat>> = match method {
+        let formats: Vec<Arc<dyn CheckpointFormat>> = match method {
             "fp8" => vec![Arc::new(fp8(&fields)?)],
             "awq" => vec![Arc::new(awq(&fields)?)],
             "gptq" => vec![Arc::new(gptq(&fields)?)],
@@ -54,7 +54,7 @@ impl Quantization {
     }
 
     /// The formats that matrices may have: of one that fits several, the first.
-    pub fn formats(&self) -> &[Arc<dyn WeightFormat>] {
+    pub fn formats(&self) -> &[Arc<dyn CheckpointFormat>] {
         &self.formats
     }
 
@@ -146,7 +146,7 @@ fn gptq(fields: &Fields<'_>) -> Result<Gptq, Error> {
     Ok(Gptq { group: fields.group_size("quantization_config.group_size")?, listed, zero_offset })
 }
 
-fn compressed_tensors(fields: &Fields<'_>) -> Result<Vec<Arc<dyn WeightFormat>>, Error> {
+fn compressed_tensors(fields: &Fields<'_>) -> Result<Vec<Arc<dyn CheckpointFormat>>, Error> {
     #[derive(Deserialize)]
     struct Raw {
         config_groups: serde_json::Map<String, Value>,
@@ -178,7 +178,7 @@ fn compressed_tensors(fields: &Fields<'_>) -> Result<Vec<Arc<dyn WeightFormat>>,
 }
 
 /// The format of a group of compressed-tensors, by what it says of weights and by the name of how they are packed.
-fn scheme(group: &Fields<'_>, format: &Value) -> Result<Arc<dyn WeightFormat>, Error> {
+fn scheme(group: &Fields<'_>, format: &Value) -> Result<Arc<dyn CheckpointFormat>, Error> {
     const WEIGHTS: &str = "quantization_config.config_groups";
     #[derive(Deserialize)]
     struct Weights {

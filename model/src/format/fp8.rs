@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, e4m3};
+use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, e4m3};
 use crate::{Dtype, Error};
 
 /// E4M3 codes with a scale for each block.
@@ -33,7 +33,7 @@ impl Fp8 {
     }
 }
 
-impl WeightFormat for Fp8 {
+impl CheckpointFormat for Fp8 {
     fn name(&self) -> String {
         match (self.outputs, self.inputs) {
             (Some(1), None) => "FP8 (e4m3), a scale for each output".to_owned(),

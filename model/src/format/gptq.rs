@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibble, unpack};
+use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, nibble, unpack};
 use crate::{Dtype, Error};
 
 /// Outputs of a tile: a cache line of words.
@@ -31,7 +31,7 @@ pub struct Gptq {
     pub zero_offset: u8,
 }
 
-impl WeightFormat for Gptq {
+impl CheckpointFormat for Gptq {
     fn name(&self) -> String {
         let groups = self.group.map_or("a scale for each output".to_owned(), |group| format!("groups of {group}"));
         format!("GPTQ int4, {groups}{}", if self.listed { " in any order (desc_act)" } else { "" })

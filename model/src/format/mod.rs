@@ -24,7 +24,8 @@
 //! ```
 //!
 //! # Adding one
-//! 1. A file with a type that implements [`WeightFormat`]: which tensors a matrix has, and how rows become [`Codes`].
+//! 1. A file with a type that implements [`CheckpointFormat`]: which tensors a matrix has, and how rows become
+//!    [`Codes`].
 //! 2. In `config`, the words of `quantization_config` that name it, and those that it refuses.
 //! 3. A case in `scripts/make_golden_formats.py`: every path is then tested with it.
 //!
@@ -110,7 +111,7 @@ impl fmt::Display for WeightsMode {
 }
 
 /// A way in which files hold quantised matrices.
-pub trait WeightFormat: fmt::Debug + Send + Sync {
+pub trait CheckpointFormat: fmt::Debug + Send + Sync {
     /// What people call it, with its settings.
     fn name(&self) -> String;
 

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, nibbles, unpack};
+use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, nibbles, unpack};
 use crate::{Dtype, Error};
 
 /// What stands for zero where weights are symmetric.
@@ -29,7 +29,7 @@ pub struct PackQuantized {
     pub listed: bool,
 }
 
-impl WeightFormat for PackQuantized {
+impl CheckpointFormat for PackQuantized {
     fn name(&self) -> String {
         let groups = self.group.map_or("a scale for each output".to_owned(), |group| format!("groups of {group}"));
         let zeros = if self.symmetric { "" } else { " with zeros" };

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::{Code, Codes, Part, QuantizedMatrix, WeightFormat, e4m3};
+use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, e4m3};
 use crate::{Dtype, Error};
 
 /// Outputs and inputs of a block of FP8; inputs of a group of int4.
@@ -32,7 +32,7 @@ pub enum Rounded {
     Int4,
 }
 
-impl WeightFormat for Rounded {
+impl CheckpointFormat for Rounded {
     fn name(&self) -> String {
         match self {
             Self::Fp8 => "FP8 (e4m3), blocks of 128 × 128, rounded while loading".to_owned(),

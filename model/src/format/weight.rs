@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Code, Codes, WeightFormat};
+use super::{CheckpointFormat, Code, Codes};
 use crate::checkpoint::{Tensor, TensorId};
 use crate::{Checkpoint, Error};
 
@@ -46,8 +46,8 @@ pub(crate) struct QuantizedId {
     /// Name of the layer with `.weight`.
     pub(crate) name: String,
     pub(crate) shape: [usize; 2],
-    pub(crate) format: Arc<dyn WeightFormat>,
-    /// As [`WeightFormat::parts`] lists them; none for one that is left out.
+    pub(crate) format: Arc<dyn CheckpointFormat>,
+    /// As [`CheckpointFormat::parts`] lists them; none for one that is left out.
     pub(crate) parts: Vec<Option<TensorId>>,
 }
 
@@ -144,7 +144,7 @@ impl<'a> QuantizedMatrix<'a> {
     }
 
     /// How it is stored.
-    pub fn format(&self) -> &dyn WeightFormat {
+    pub fn format(&self) -> &dyn CheckpointFormat {
         &*self.id.format
     }
 
@@ -169,7 +169,7 @@ impl<'a> QuantizedMatrix<'a> {
     }
 
     /// Reads codes, scales and zeros of the outputs `rows`, which begin at a multiple of the format's
-    /// [unit](WeightFormat::unit). Scales are within [bounds](Codes::first_bad_scale), and no code is NaN.
+    /// [unit](CheckpointFormat::unit). Scales are within [bounds](Codes::first_bad_scale), and no code is NaN.
     ///
     /// # Errors
     /// A scale or a code that means no number; a file that cannot be read.

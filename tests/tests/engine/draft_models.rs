@@ -96,7 +96,7 @@ fn emulated(checkpoint: &Checkpoint, draft: Option<Checkpoint>, options: &Device
 }
 
 /// A model drafts for itself, one of another family with fewer rows in its embedding, and one of f16 weights and fewer
-/// layers; with the decode kernel, as launches with prompts in passes, and by the kernels of other cards.
+/// layers; by the decode kernel, by the unfused path with prompts in passes, and by the kernels of other cards.
 #[test]
 fn output_under_the_emulator_is_the_same_whichever_model_drafts() {
     let checkpoint = golden("tied_bf16");

@@ -246,7 +246,7 @@ fn the_demo_models_head_knows_what_the_model_says() {
     assert!(accepted * 2 > drafted && drafted > 60, "{accepted} of {drafted}");
 }
 
-/// With the decode kernel, as launches with prompts in passes, and by the kernels of other cards.
+/// By the decode kernel, by the unfused path with prompts in passes, and by the kernels of other cards.
 #[test]
 fn output_under_the_emulator_is_the_same_whatever_the_head_says() {
     let unfused = DeviceOptions { unfused: true, prefill: Some(true), ..DeviceOptions::default() };

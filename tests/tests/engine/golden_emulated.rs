@@ -7,7 +7,7 @@ use host::device::DeviceOptions;
 use host::{DeviceChoice, NgramDraft};
 use integration_tests::{
     GoldenCase, answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled,
-    prefilled_to_the_end, relative_error, run, tolerance, unfused_and_batched, uploaded,
+    prefilled_to_the_end, relative_error, run, tolerance, unfused_and_batched, unfused_and_decode_kernel, uploaded,
 };
 use model::format::Code;
 use model::plan::Traits;
@@ -118,7 +118,7 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
         let device = host::device::Device::emulator_with(u64::from(sequences), &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
         assert_eq!(weights.packed().is_some(), lossless == Some(true));
-        let [unfused, batched, by_gemm, _] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
+        let [unfused, batched, by_gemm] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
         assert!(unfused.iter().all(|logit| logit.is_finite()));
         assert!(batched == unfused, "{sequences} sequences, {code:?}, packed: {lossless:?}");
         assert!(by_gemm == unfused, "{sequences} sequences, {code:?}, GEMMs as launches");
@@ -157,7 +157,7 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
         config.plan.resize(256, 256, heads);
         let device = host::device::Device::emulator_with(positions.len() as u64, &options);
         let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
-        let [unfused, .., few] = unfused_and_batched(&device, &config, weights, &positions);
+        let [unfused, few] = unfused_and_decode_kernel(&device, &config, weights, &positions);
         assert!(unfused.iter().all(|logit| logit.is_finite()));
         assert!(few == unfused, "{positions:?}, {heads:?} heads, {code:?}");
     }
@@ -176,7 +176,7 @@ fn one_row_of_any_context_gives_the_bits_of_the_unfused_path() {
         config.plan.resize(256, 256, heads);
         let device = host::device::Device::emulator(u64::from(position));
         let weights = host::weights::DeviceWeights::random_as(&config, &device, None).unwrap();
-        let [unfused, .., few] = unfused_and_batched(&device, &config, weights, &one_row_at([position]));
+        let [unfused, few] = unfused_and_decode_kernel(&device, &config, weights, &one_row_at([position]));
         assert!(unfused.iter().all(|logit| logit.is_finite()));
         assert!(few == unfused, "position {position}, {heads:?} heads");
     }
