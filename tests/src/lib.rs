@@ -317,6 +317,7 @@ struct Company {
     reversed: host::forward::ListedRows,
     count: usize,
     vocab: usize,
+    in_e4m3: bool,
 }
 
 impl Company {
@@ -329,7 +330,7 @@ impl Company {
     ) -> Result<Self, host::Error> {
         use host::forward::{Capacity, Forward, Row};
 
-        let sequences = positions.len();
+        let (sequences, in_e4m3) = (positions.len(), weights.e4m3().is_some());
         let count = positions.iter().map(Range::len).sum::<usize>();
         let context = positions.iter().map(|positions| positions.end as usize).max().unwrap_or(0);
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
@@ -349,7 +350,7 @@ impl Company {
         let listed = forward.list_rows(&(0..).zip(positions).flat_map(rows).collect::<Vec<_>>())?;
         let reversed: Vec<_> = (0..sequences as u32).zip(positions).rev().flat_map(rows).collect();
         let reversed = forward.list_rows(&reversed)?;
-        Ok(Self { forward, listed, reversed, count, vocab: config.vocab_size })
+        Ok(Self { forward, listed, reversed, count, vocab: config.vocab_size, in_e4m3 })
     }
 
     /// From now on steps take the quickest path.
@@ -369,6 +370,22 @@ impl Company {
         self.forward.enqueue_listed(&self.listed, host::forward::RowOutput::LogitsFrom(0))?;
         self.read()
     }
+
+    /// That a step of many sequences finds the best tokens of these logits. In e4m3 alone: its head is a launch of its
+    /// own, and what the rows before had found counts no more.
+    fn check_best(&self, logits: &[f32]) -> Result<(), host::Error> {
+        if !self.in_e4m3 {
+            return Ok(());
+        }
+        for rows in [&self.reversed, &self.listed] {
+            self.forward.enqueue_listed(rows, host::forward::RowOutput::Best)?;
+        }
+        for (found, logits) in self.forward.best_tokens(self.count)?.into_iter().zip(logits.chunks(self.vocab)) {
+            let ranks = logits.iter().zip(0..).map(|(&logit, token)| gpu_kernels::sample::rank(logit, token));
+            assert_eq!(Some(found), ranks.max());
+        }
+        Ok(())
+    }
 }
 
 /// The logits of rows of many sequences, `[rows, vocab]`: by the unfused path, by the kernels for many sequences, and
@@ -384,24 +401,13 @@ pub fn unfused_and_batched(
     positions: &[Range<u32>],
 ) -> [Vec<f32>; 3] {
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
-        let in_e4m3 = weights.e4m3().is_some();
         let mut company = Company::new(device, config, weights, positions)?;
         let unfused = company.step()?;
         company.prepare()?;
         let batched = company.step()?;
         company.forward.use_gemm_from(1);
         let by_gemm = company.step()?;
-        if in_e4m3 {
-            // Whose head is a launch of its own; what the rows before had found counts no more.
-            for rows in [&company.reversed, &company.listed] {
-                company.forward.enqueue_listed(rows, host::forward::RowOutput::Best)?;
-            }
-            let found = company.forward.best_tokens(company.count)?;
-            for (found, logits) in found.into_iter().zip(by_gemm.chunks(config.vocab_size)) {
-                let ranks = logits.iter().zip(0..).map(|(&logit, token)| gpu_kernels::sample::rank(logit, token));
-                assert_eq!(Some(found), ranks.max());
-            }
-        }
+        company.check_best(&by_gemm)?;
         Ok([unfused, batched, by_gemm])
     };
     run().unwrap_or_else(|e| panic!("{e}"))
@@ -431,6 +437,8 @@ pub fn unfused_and_decode_kernel(
         company.forward.enqueue_sequences(&company.listed, LogitsFrom(0))?;
         let again = company.read()?;
         assert!(once == again, "the second step of the decode kernel has other logits");
+        company.forward.use_gemm_from(1);
+        company.check_best(&again)?;
         Ok([unfused, again])
     };
     run().unwrap_or_else(|e| panic!("{e}"))

@@ -4,10 +4,9 @@ mod tree;
 
 use gpu_kernels::kv::PAGE_TOKENS;
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, PlanDecode, STATE_WORDS, SequenceState};
-use model::CheckpointFormat;
-use model::Config;
 use model::format::{Code, Rounded};
 use model::plan::Matrix;
+use model::{CheckpointFormat, Config};
 
 use self::tree::Tree;
 use crate::random::random;

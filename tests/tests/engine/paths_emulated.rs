@@ -97,10 +97,6 @@ fn steps_of_any_rows_give_the_bits_of_the_unfused_path() {
     for (device, tree, code) in cases.into_iter().chain([(short, false, int4), (short, true, int4)]) {
         let mut sizes =
             DecodeSizes { contexts: vec![40, 600, 648], rows: vec![1, 5, 16], tree, code, ..DecodeSizes::small() };
-        if tree {
-            // One row is no tree.
-            sizes.rows.remove(0);
-        }
         if std::ptr::eq(device, hopper) {
             sizes.contexts.push(520);
         }
