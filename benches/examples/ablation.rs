@@ -1,4 +1,4 @@
-//! What each optimisation of the decode loop gained: the loop as it was first, and then one change at a time.
+//! What each part of the decode loop gains: a loop on the host with a launch an operator, and then one change at a time.
 //!
 //! `ablation SIZE`, such as `ablation 8B`. Random weights, one sequence, a prompt of 64 tokens. A line for each.
 
@@ -46,19 +46,13 @@ fn main() -> Result<()> {
 
     // The host chooses, and waits for every token.
     let mut host = HostLoop::new(&device, &config, capacity)?;
-    for (what, norms, silu, graph) in [
-        ("a launch an operator", true, true, false),
-        ("norms fused into their neighbours", false, true, false),
-        ("SiLU fused into the product", false, false, false),
-        ("launches recorded in a graph", false, false, true),
-    ] {
-        benches::unfused::take_apart(&mut host.forward, norms, silu)?;
+    for (what, graph) in [("a launch an operator", false), ("launches recorded in a graph", true)] {
         let times = host.run(&prompt, graph)?;
         tell(what, &times, times.len());
     }
     if host.forward.prepare_decode()? {
         let times = host.run(&prompt, false)?;
-        tell("one launch, weights streamed", &times, times.len());
+        tell("the decode kernel, one launch a step", &times, times.len());
     }
     drop(host);
 

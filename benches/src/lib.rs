@@ -24,7 +24,6 @@ mod script;
 mod statistics;
 mod subject;
 pub mod token_copy;
-pub mod unfused;
 
 use host::device::{Device, DeviceOptions, Image};
 
@@ -35,7 +34,7 @@ pub use repository::{demo, repository, text};
 pub use run::Run;
 pub use script::draft_by_script;
 pub use statistics::Samples;
-pub use subject::{Arguments, Weights, shape, tokens};
+pub use subject::{Arguments, WeightsArgument, shape, tokens};
 
 /// The kernels of `benches/kernels`, for each level that a card may have: what [`DeviceOptions::modules`] takes.
 pub static MODULES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
@@ -78,7 +77,6 @@ mod tests {
         has::<bench_kernels::ngram::peers::ngram_scan_share_i64>(&all);
         has::<bench_kernels::token_copy::token_copy_grouped_656_i32>(&all);
         has::<bench_kernels::script::draft_script>(&all);
-        has::<bench_kernels::unfused::silu_mul>(&all);
         has::<bench_kernels::gemm::gemm_plain_4x2>(&["sm_90a"]);
         // Those of `gpu-kernels` are not built once more.
         let others = MODULES.iter().flat_map(|image| image.layouts).filter(|(kernel, _)| *kernel == "sample");

@@ -13,14 +13,14 @@ use crate::cases::decode;
 
 /// What decode steps read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Weights {
+pub struct WeightsArgument {
     /// As of [`DeviceOptions`].
     pub lossless: Option<bool>,
     /// What random weights of layers are rounded to, if they are.
     pub code: Option<Code>,
 }
 
-impl Weights {
+impl WeightsArgument {
     /// By their names, with what these mean.
     pub const ALL: [(&str, &str, Self); 4] = [
         ("plain", "As they are", Self { lossless: Some(false), code: None }),
@@ -30,7 +30,7 @@ impl Weights {
     ];
 }
 
-impl FromStr for Weights {
+impl FromStr for WeightsArgument {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -72,7 +72,8 @@ impl Arguments {
                 "--level" => options.level = Some(arguments.next().unwrap_or_default().parse()?),
                 "--unfused" => options.unfused = true,
                 "--weights" => {
-                    Weights { lossless: options.lossless, code } = arguments.next().unwrap_or_default().parse()?;
+                    WeightsArgument { lossless: options.lossless, code } =
+                        arguments.next().unwrap_or_default().parse()?;
                 }
                 other if other.starts_with("--") => return Err(format!("there is no flag {other}")),
                 _ => words.push(argument),

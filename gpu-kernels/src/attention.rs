@@ -10,7 +10,7 @@
 //! O[16 pairs, 128]     = P · V      tensor cores
 //! ```
 //!
-//! The warps' results meet in shared memory and are added, first to last. A row whose keys end in the first split is
+//! The warps' results are combined in shared memory: added, first to last. A row whose keys end in the first split is
 //! finished by then; of others the block writes its sum, its maximum and its normaliser, and [`combine`] adds the
 //! splits (flash decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov
 //! and Gimelshein, 2018, "Online normalizer calculation for softmax").
@@ -20,8 +20,8 @@
 //! `wgmma`, which reads both from shared memory, gives the same bits.
 //!
 //! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets
-//! another. [`combine`] deals the splits to 8 warps in turn; each adds its own from first to last, and then the warps
-//! are added from first to last.
+//! another. [`combine`] distributes the splits round-robin over 8 warps; each adds its own from first to last, and then
+//! the warps are added from first to last.
 //!
 //! # Safety
 //! What is not a kernel is called in a launch whose parameter block `p`, or `self`, is as its documentation says; the
@@ -102,7 +102,7 @@ impl Attend {
     ///
     /// # Safety
     /// The split is below [`splits`](Self::splits), and `d` is even. One lane alone has these dimensions of this part,
-    /// and nobody reads it before they have met.
+    /// and nobody reads it before they have synchronised.
     #[inline(always)]
     pub(crate) unsafe fn keep(&self, split: u32, pair: usize, d: u32, sum: [f32; 2], scale: [f32; 2]) {
         // SAFETY: the caller's word.

@@ -130,7 +130,7 @@ const GROUP: u32 = 128;
 const WEIGHT_BYTES: u32 = TILE_N_TILES * SLICE_BYTES;
 /// A warp's items of attention, 32 at a time.
 const ITEMS_BYTES: u32 = 32 * 32;
-/// Where all consumers meet; the warpgroups have barriers 1 and 2.
+/// Where all consumers synchronise; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
 
 /// The shared memory of a block for `ROWS` rows a tile.
@@ -497,7 +497,7 @@ unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 ///
 /// # Safety
 /// All lanes of the eight consumer warps call it, once, when the cluster has synchronised behind barriers and
-/// [`Memory::BEST`]. The other warps meet them at the end.
+/// [`Memory::BEST`]. The other warps synchronise with them at the end.
 #[inline(always)]
 unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.

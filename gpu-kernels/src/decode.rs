@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Neither weights nor the cache of earlier steps depend on this step's activations, so the producer passes every
-//! boundary without stopping: while consumers meet or reduce, the ring fills. A layer has five boundaries:
+//! boundary without stopping: while consumers synchronise or reduce, the ring fills. A layer has five boundaries:
 //!
 //! ```text
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃

@@ -4,7 +4,7 @@
 //! `p` is a launch's parameter block, whose addresses are as it says, and `row` is one of its rows. Whole warps call
 //! what is not a kernel, with neighbouring lanes at neighbouring elements, from a multiple of 32 on; the hidden size is
 //! a multiple of 32, too: squares are added over lanes. Each element of a row is one lane's, and nobody reads it before
-//! they have met.
+//! they have synchronised.
 
 use cuda_std::{Global, bf16, kernel, math, thread};
 

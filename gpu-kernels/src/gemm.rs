@@ -71,27 +71,21 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses, maps and grid are as it says. The whole block begins in
-//! `gemm_of`, which makes the ring's barriers before anyone waits for one. `produce` is one lane's of warpgroup 2. What
+//! `gemm_of`, which makes the ring's barriers before anyone waits for one. [`produce`](producer) is one lane's of warpgroup 2. What
 //! multiplies is called by whole warpgroups 0 and 1, each with the tiles that `produce` takes, in the same order. A
 //! warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
 //! accumulators have been waited for when these are read. Each warpgroup frees every stage once, when it is done with
-//! it.
+//! it; where its warps load from a stage, each of them does.
 
-use core::marker::PhantomData;
-
-use cuda_std::bulk;
-use cuda_std::cluster::{self, PeerBarrier};
-use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap};
-use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, cluster, dependent_launch, kernel, thread, warp, wgmma};
 
 use crate::e4m3::CodedRows;
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::stream::{SLICES_APART, STEP_BYTES, Slices, TOGETHER};
+use crate::stream::{SLICES_APART, TOGETHER};
 
 /// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
 pub const TILE_ROWS: u32 = 128;
@@ -115,13 +109,19 @@ const fn loaded(n: u32) -> u32 {
 mod beside;
 mod e4m3;
 pub mod epilogue;
+mod main_loop;
+mod producer;
+mod tile_scheduler;
 
 pub use crate::e4m3::GROUP as SCALED_INPUTS;
 pub use beside::Beside;
 pub use e4m3::{E4m3, GemmE4m3, gemm_add_e4m3, gemm_add_shared_e4m3, gemm_e4m3, gemm_qkv_e4m3};
 pub use e4m3::{gemm_swiglu_coded_e4m3, gemm_swiglu_e4m3, gemm_write_e4m3, gemm_write_shared_e4m3};
 
-use epilogue::{Add, Epilogue, Half, Next, Qkv, SwiGlu, Write, elected, features};
+use self::epilogue::{Add, Epilogue, Qkv, SwiGlu, Write, features};
+use self::main_loop::consume;
+use self::producer::produce;
+use self::tile_scheduler::Tiles;
 
 /// Threads of a warpgroup.
 pub const GROUP: u32 = 128;
@@ -220,86 +220,6 @@ impl Gemm {
 const _: () = assert!(Gemm::shared_bytes(256) <= 232_448 && Gemm::shared_bytes(128) <= 232_448);
 const _: () = assert!(4 * BOX_BYTES <= TOTALS_BYTES);
 
-/// All tiles: which a block takes, and where they are. `gemm_of` makes them, and has the launcher's word for a band of
-/// at least one row of tiles.
-#[derive(Clone, Copy)]
-struct Tiles {
-    band: u32,
-    /// Blocks that take tiles together: one above the other, and side by side.
-    together: [u32; 2],
-    /// Tiles taken so far.
-    taken: u32,
-    /// The first row and feature of all, and the last.
-    first: [u32; 2],
-    end: [u32; 2],
-    /// Rows and features from the tile of one of them to the next one's.
-    apart: [u32; 2],
-    /// Rows and features from a tile to the next.
-    size: [u32; 2],
-}
-
-impl Iterator for Tiles {
-    /// The first row and feature.
-    type Item = (u32, u32);
-
-    #[inline(always)]
-    fn next(&mut self) -> Option<(u32, u32)> {
-        let block = thread::opaque(thread::block_idx_x());
-        let together = self.together[0] * self.together[1];
-        let turn = (block + self.taken * thread::opaque(thread::grid_dim_x())) / together;
-        // Found again each time: kept throughout they would take registers of epilogues.
-        let [rows, columns] = [0, 1].map(|i| (thread::opaque(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
-        if turn >= rows * columns {
-            return None;
-        }
-        self.taken += 1;
-        let in_band = self.band * columns;
-        // SAFETY: a turn is below their product, so neither rows nor columns are zero; a band is not, see `Tiles`.
-        unsafe { cuda_std::assume(in_band != 0) };
-        let first = turn / in_band * self.band;
-        let height = self.band.min(rows - first);
-        // SAFETY: `first` is the first row of a band that has this tile, and so below `rows`; a band is not empty.
-        unsafe { cuda_std::assume(height != 0) };
-        let within = turn % in_band;
-        let (row, column) = (first + within % height, within / height);
-        let place = [block % self.together[0], block % together / self.together[0]];
-        let at = |i: usize, tile: u32| self.first[i] + place[i] * self.apart[i] + tile * self.size[i];
-        Some((at(0, row), at(1, column)))
-    }
-}
-
-/// Tiles in the order of a block's work: of those that it takes side by side one after another.
-struct InOrder<E> {
-    tiles: Tiles,
-    /// What comes next of those.
-    second: Option<(u32, u32)>,
-    epilogue: PhantomData<E>,
-}
-
-impl<E: Epilogue> InOrder<E> {
-    #[inline(always)]
-    const fn new(tiles: Tiles) -> Self {
-        Self { tiles, second: None, epilogue: PhantomData }
-    }
-}
-
-impl<E: Epilogue> Iterator for InOrder<E> {
-    type Item = (u32, u32);
-
-    #[inline(always)]
-    fn next(&mut self) -> Option<(u32, u32)> {
-        if !E::IN_PAIRS {
-            return self.tiles.next();
-        }
-        if let Some(second) = self.second.take() {
-            return Some(second);
-        }
-        let (row, column) = self.tiles.next()?;
-        self.second = Some((row, column + self.tiles.size[1] / 2));
-        Some((row, column))
-    }
-}
-
 /// Waits until what the launches ahead left can be read. Blocks alone have nobody beside them.
 ///
 /// # Safety
@@ -311,16 +231,6 @@ unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
         unsafe { p.beside.wait() };
     } else {
         dependent_launch::wait();
-    }
-}
-
-/// The slice that is multiplied after this one: of split-K partials the next of its own, or the first of the next.
-#[inline(always)]
-const fn slice_after<I: Inputs>(slice: u32, slices: u32) -> u32 {
-    match slice + K_PARTIALS < slices {
-        _ if !I::SPLIT => slice + 1,
-        true => slice + K_PARTIALS,
-        false => slice % K_PARTIALS + 1,
     }
 }
 
@@ -342,6 +252,8 @@ trait Inputs: Copy {
     const SPLIT: bool;
     /// Blocks that take the same tile, each for some of its rows.
     const SHARERS: u32;
+    /// How often a block's consumers release a stage: each warpgroup once, or each warp.
+    const RELEASES: u32;
     /// A warpgroup multiplies what comes, and finishes its part of each tile.
     ///
     /// # Safety
@@ -359,6 +271,7 @@ impl Inputs for Bf16 {
     const COPIED: u32 = 0;
     const SPLIT: bool = true;
     const SHARERS: u32 = 1;
+    const RELEASES: u32 = 2;
 
     #[inline(always)]
     fn ring(n: u32) -> Shape {
@@ -379,450 +292,6 @@ impl Inputs for Bf16 {
             } else {
                 consume::<E, N, 128, DOWN, ACROSS>(p, tiles);
             }
-        }
-    }
-}
-
-/// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
-///
-/// # Safety
-/// One lane of the block calls it, once. `inputs` are of the launch, `tiles` those that the block's warpgroups take,
-/// and `down` and `across` are the block's place in its cluster, `[0, 0]` without one.
-#[inline(always)]
-unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(
-    p: &Gemm,
-    inputs: I,
-    tiles: Tiles,
-    [down, across]: [u32; 2],
-) {
-    // SAFETY: the caller's word.
-    unsafe {
-        let mut ring = Ring::producer(I::ring(N));
-        tensor::acquire(p.x);
-        let slices = p.slices();
-        let parts = const { loaded(N) / WEIGHT_ROWS };
-        // The first N-tile of a tile, or the one so many further; behind the matrix the last ones again.
-        let n_tile_of = |column: u32, more: u32| {
-            let n_tile = column * (if E::GATED { 2 } else { 1 }) / N_TILE;
-            (n_tile + more).min((p.n_tiles - 1) / TOGETHER * TOGETHER)
-        };
-        let weights_of = |column: u32| {
-            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, n_tile_of(column, more)))
-        };
-        // Blocks one above the other share weights, blocks side by side rows: in each step one of them loads for all.
-        let load_weights = |ring: &Ring, weights: &[Slices; 2], step: u32, slice: u32| {
-            let full = ring.full();
-            full.arrive_expect_tx(I::ring(N).bytes - I::TAIL_BYTES + I::COPIED);
-            let mut part = 0;
-            while part < parts {
-                if (step * parts + part) % DOWN == down {
-                    let to = ring.stage_buffer().at((X_BYTES + part * SLICES_APART) as usize);
-                    let from = p.stream.cast().at(weights[part as usize].at(slice) as usize);
-                    if DOWN > 1 {
-                        let blocks = ((1 << DOWN) - 1) << (across * DOWN);
-                        bulk::copy_to_shared_multicast(to, from, SLICES_APART, full, blocks);
-                    } else {
-                        bulk::copy_to_shared(to, from, SLICES_APART, full);
-                    }
-                }
-                part += 1;
-            }
-        };
-        let load_rows = |ring: &Ring, row: u32, step: u32, slice: u32| {
-            let at = [slice * DEPTH, row];
-            if ACROSS == 1 {
-                tensor::load(ring.stage_buffer(), p.x, at, ring.full());
-            } else if step % ACROSS == across {
-                let all = (0..ACROSS).fold(0, |all, i| all | 1 << (i * DOWN));
-                tensor::load_multicast(ring.stage_buffer(), p.x, at, ring.full(), all << down);
-            }
-        };
-        // The first stages' weights do not depend on the launches ahead.
-        let mut begun = 0;
-        if let Some((_, column)) = tiles.clone().next() {
-            let (mut ring, weights, mut slice) = (ring, weights_of(column), 0);
-            while begun < I::ring(N).stages.min(slices) {
-                load_weights(&ring, &weights, begun, slice);
-                slice = slice_after::<I>(slice, slices);
-                ring = ring.ahead(1);
-                begun += 1;
-            }
-        }
-        wait::<DOWN, ACROSS>(p);
-        if DOWN * ACROSS > 1 {
-            p.beside.go_on();
-        }
-        for (row, column) in InOrder::<E>::new(tiles) {
-            let weights = weights_of(column);
-            let (mut step, mut slice) = (0, 0);
-            while step < slices {
-                if begun > 0 {
-                    begun -= 1;
-                } else {
-                    ring.wait_empty();
-                    load_weights(&ring, &weights, step, slice);
-                }
-                load_rows(&ring, row, step, slice);
-                inputs.load_tail(&ring, [row, n_tile_of(column, 0)], slice);
-                ring = ring.ahead(1);
-                slice = slice_after::<I>(slice, slices);
-                step += 1;
-            }
-        }
-        if DOWN * ACROSS > 1 {
-            p.beside.end();
-        }
-    }
-}
-
-/// Begins the MMAs of the ring's stage, which is full.
-///
-/// # Safety
-/// The stage is full, or it was and nobody fills it again. `x` and `weight` are the warpgroup's operands in the first
-/// stage. Nobody needs the accumulators' sums if this is the `first`.
-#[inline(always)]
-unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
-    // SAFETY: the caller's word.
-    unsafe {
-        let offset = ring.offset();
-        let (x, weight) = (x.advance(offset), weight.advance(offset));
-        wgmma::fence();
-        unroll!(I < 4; {
-            let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * STEP_BYTES));
-            let keep = I != 0 || !first;
-            if WIDTH == 256 {
-                wgmma::mma_n256(x, weight, keep);
-            } else {
-                wgmma::mma_n128_by_cores(x, weight, keep);
-            }
-        });
-        wgmma::commit();
-    }
-}
-
-/// Tells every block of the cluster whose copies also land here that a stage is free: lane `i` of a warpgroup block
-/// `i`.
-///
-/// # Safety
-/// The warpgroup has waited for the stage, and its MMAs that read it are done.
-#[inline(always)]
-unsafe fn free<const DOWN: u32, const ACROSS: u32>(ring: Ring) {
-    let lane = thread::thread_idx_x() % GROUP;
-    let blocks = DOWN * ACROSS;
-    let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
-    let shares = ACROSS == 1 || peer % DOWN == own % DOWN || peer / DOWN == own / DOWN;
-    // SAFETY: the caller's word.
-    unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
-}
-
-/// A warpgroup's main loop: where it is in the ring, and in its tile.
-struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
-    p: &'a Gemm,
-    tiles: Tiles,
-    ring: Ring,
-    /// The stage before.
-    previous: Ring,
-    /// Stages of the split-K partial that are not begun.
-    left: u32,
-    x: Operand,
-    weight: Cores,
-    /// First row and feature of the tile; none after the last.
-    at: Option<(u32, u32)>,
-}
-
-impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, DOWN, ACROSS> {
-    /// Begins a split-K partial of so many stages, none of which is under way. What is in the accumulators counts no
-    /// more.
-    ///
-    /// # Safety
-    /// There is at least one stage, and it is the next in the ring.
-    #[inline(always)]
-    unsafe fn begin_k_partial(&mut self, stages: u32) {
-        // SAFETY: the caller's word.
-        unsafe {
-            self.ring.wait_full();
-            // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the
-            // assembler knows that what comes between split-K partials has the registers of accumulators that it is
-            // done with.
-            multiply::<WIDTH>(&self.ring, self.x, self.weight, true);
-            self.previous = self.ring;
-            self.ring = self.ring.ahead(1);
-            self.left = stages - 1;
-        }
-    }
-
-    /// # Safety
-    /// A stage of the split-K partial is [left](Self::left), and the one before it under way.
-    #[inline(always)]
-    unsafe fn go_on(&mut self) {
-        // SAFETY: the caller's word.
-        unsafe {
-            self.ring.wait_full();
-            multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
-            wgmma::wait::<1>();
-            // The stage before is read, the one just started is not.
-            free::<DOWN, ACROSS>(self.previous);
-            self.previous = self.ring;
-            self.ring = self.ring.ahead(1);
-            self.left -= 1;
-        }
-    }
-
-    /// All that are left of the split-K partial, and waits for them.
-    ///
-    /// # Safety
-    /// The split-K partial was begun.
-    #[inline(always)]
-    unsafe fn end_k_partial(&mut self) {
-        // SAFETY: the caller's word.
-        unsafe {
-            while self.left > 0 {
-                self.go_on();
-            }
-            wgmma::wait::<0>();
-            free::<DOWN, ACROSS>(self.previous);
-        }
-    }
-
-    /// Where the lane keeps totals in shared memory.
-    ///
-    /// # Safety
-    /// The lane is of a warpgroup that multiplies. Its warp alone uses what lies there.
-    #[inline(always)]
-    unsafe fn totals() -> Shared<u8> {
-        // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
-        let thread = thread::opaque(thread::thread_idx_x());
-        // SAFETY: the caller's word.
-        unsafe { shared::dynamic(Gemm::boxes(256) + thread / 32 * (TOTALS_BYTES / 8) + thread % 32 * 16) }
-    }
-
-    /// Adds a split-K partial, which is finished, to the totals, or begins them. The `LAST` leaves them in the
-    /// accumulators.
-    ///
-    /// # Safety
-    /// The split-K partial's MMAs are done. With `FIRST` there are no totals of the tile yet, and boxes that lay where
-    /// they go have been stored; otherwise there are totals.
-    #[inline(always)]
-    unsafe fn fold<const FIRST: bool, const LAST: bool>() {
-        // SAFETY: the caller's word.
-        unsafe {
-            macro_rules! fold {
-                ($total:expr, $k_partial:expr) => {{
-                    // Not a move: a zero has a sign.
-                    let sum = if FIRST { 0.0 } else { wgmma::get::<{ $total }>() } + wgmma::get::<{ $k_partial }>();
-                    if LAST { wgmma::set::<{ $k_partial }>(sum) } else { wgmma::set::<{ $total }>(sum) }
-                }};
-            }
-            if WIDTH == 256 {
-                unroll!(J < 6; {
-                    unroll!(E < 16; {
-                        fold!(wgmma::SPARE + 16 * J + E, 16 * J + E);
-                    });
-                });
-                let totals = Self::totals();
-                unroll!(J < 8; {
-                    let place = totals.at(J * 32 * 16);
-                    let old = if FIRST { [0.0; 4] } else { place.load16(0).map(f32::from_bits) };
-                    let sums = [
-                        old[0] + wgmma::get::<{ 96 + 4 * J }>(),
-                        old[1] + wgmma::get::<{ 97 + 4 * J }>(),
-                        old[2] + wgmma::get::<{ 98 + 4 * J }>(),
-                        old[3] + wgmma::get::<{ 99 + 4 * J }>(),
-                    ];
-                    if LAST {
-                        unroll!(E < 4; {
-                            wgmma::set::<{ 96 + 4 * J + E }>(sums[E]);
-                        });
-                    } else {
-                        place.store16(0, sums.map(f32::to_bits));
-                    }
-                });
-                if LAST {
-                    // The warp's epilogue uses that memory.
-                    warp::sync_warp();
-                }
-            } else {
-                unroll!(J < 16; {
-                    unroll!(E < 4; {
-                        fold!(64 + 4 * J + E, 4 * J + E);
-                    });
-                });
-            }
-        }
-    }
-
-    /// The next split-K partials of the tile up to number `end`, each into the totals.
-    ///
-    /// # Safety
-    /// The split-K partials of the tile before `k_partial` are among its totals, at least one of them, and none is
-    /// under way.
-    #[inline(always)]
-    unsafe fn go_on_to_k_partial(&mut self, k_partial: &mut u32, end: u32) {
-        while *k_partial < end {
-            let stages = self.p.k_partial(*k_partial);
-            // A matrix may have fewer slices than split-K partials.
-            if stages > 0 {
-                // SAFETY: the caller's word.
-                unsafe {
-                    self.begin_k_partial(stages);
-                    self.end_k_partial();
-                    Self::fold::<false, false>();
-                }
-            }
-            *k_partial += 1;
-        }
-    }
-
-    /// The last split-K partial of the tile; then its sums are in the accumulators.
-    ///
-    /// # Safety
-    /// All split-K partials of the tile but the last are among its totals, and none is under way.
-    #[inline(always)]
-    unsafe fn end(&mut self) {
-        // SAFETY: the caller's word.
-        unsafe {
-            let stages = self.p.k_partial(K_PARTIALS - 1);
-            if stages > 0 {
-                self.begin_k_partial(stages);
-                self.end_k_partial();
-                Self::fold::<false, true>();
-            } else {
-                Self::zero();
-                Self::fold::<false, true>();
-            }
-        }
-    }
-
-    /// An empty split-K partial.
-    #[inline(always)]
-    fn zero() {
-        unroll!(J < 16; {
-            unroll!(E < 4; {
-                wgmma::set::<{ 4 * J + E }>(0.0);
-                if WIDTH == 256 {
-                    wgmma::set::<{ 64 + 4 * J + E }>(0.0);
-                }
-            });
-        });
-    }
-}
-
-impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_, WIDTH, DOWN, ACROSS> {
-    #[inline(always)]
-    unsafe fn begin(&mut self) {
-        // SAFETY: the caller's word.
-        unsafe {
-            self.at = self.tiles.next();
-            let some = self.at.is_some();
-            // After the last tile those of a stage that was multiplied already, for nothing: if MMAs were under way
-            // after some tiles and not after others, the assembler would not let them run beside anything.
-            let stage = if some { self.ring } else { self.previous };
-            if some {
-                stage.wait_full();
-            }
-            multiply::<WIDTH>(&stage, self.x, self.weight, true);
-            self.previous = stage;
-            self.ring = stage.ahead(1);
-            self.left = if some { self.p.k_partial(0) - 1 } else { 0 };
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn step(&mut self) {
-        if self.left > 0 {
-            // SAFETY: the caller's word.
-            unsafe { self.go_on() };
-        }
-    }
-}
-
-/// A warpgroup multiplies what comes by `WIDTH` of the weight rows, and finishes its part of each tile.
-///
-/// # Safety
-/// As [`Inputs::consume`] says, of tiles that are loaded for `N` weight rows; `WIDTH` is the same throughout a
-/// warpgroup.
-#[inline(always)]
-unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, const ACROSS: u32>(
-    p: &Gemm,
-    tiles: Tiles,
-) {
-    // SAFETY: the caller's word.
-    unsafe {
-        let group = thread::warp_id() / 4;
-        // The first of the stage's weight rows that it multiplies.
-        let from = || if WIDTH < loaded(N) { thread::opaque(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
-        let first = shared::dynamic::<u8>(0);
-        let ring = Ring::consumer(Gemm::ring(N));
-        let mut products: MainLoop<'_, WIDTH, DOWN, ACROSS> = MainLoop {
-            p,
-            tiles,
-            ring,
-            previous: ring,
-            left: 0,
-            x: Operand::at(first).advance(group * GROUP_ROWS * DEPTH * 2),
-            weight: Cores::at(first).advance(X_BYTES + from() * DEPTH * 2),
-            at: None,
-        };
-        let staging = shared::dynamic(Gemm::boxes(N) + group * if N == 128 { 2 * BOX_BYTES } else { TOTALS_BYTES / 2 });
-        let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging };
-        if elected() && !p.out.is_null() {
-            tensor::acquire(p.out);
-        }
-        wait::<DOWN, ACROSS>(p);
-        if products.tiles.clone().next().is_none() {
-            return;
-        }
-        products.begin();
-        while let Some((row, column)) = products.at {
-            (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column + from());
-            // The last pair of blocks may have one tile.
-            let inside = row < p.m && half.column < p.n;
-            let early = E::early(p, &half);
-            products.end_k_partial();
-            if WIDTH == 256 && N == 256 {
-                // Where boxes were that may not have been stored yet.
-                half.finish_stores();
-            }
-            let mut k_partial = 1;
-            // With few columns there are registers for what comes from memory; with many they hold totals.
-            let ahead = if WIDTH == 256 {
-                let ahead = E::ahead::<WIDTH>(p, &half, inside, early);
-                MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
-                ahead
-            } else {
-                MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
-                products.go_on_to_k_partial(&mut k_partial, K_PARTIALS - 1);
-                E::ahead::<WIDTH>(p, &half, inside, early)
-            };
-            products.go_on_to_k_partial(&mut k_partial, K_PARTIALS - 1);
-            products.end();
-            if E::LAST_APART && products.tiles.clone().next().is_none() {
-                if inside {
-                    E::finish_last::<WIDTH>(p, &half, ahead);
-                }
-                // Not by way of the wait below: sums are where MMAs would be that it waits for, and the assembler would
-                // run all of them one after another.
-                return;
-            }
-            if N == 192 {
-                // A block takes one.
-                if inside {
-                    E::finish::<WIDTH>(p, &mut half, ahead, &mut ());
-                }
-                if elected() {
-                    bulk::wait::<0>();
-                }
-                return;
-            }
-            if inside {
-                E::finish::<WIDTH>(p, &mut half, ahead, &mut products);
-            } else {
-                products.begin();
-            }
-        }
-        wgmma::wait::<0>();
-        if elected() {
-            bulk::wait::<0>();
         }
     }
 }
@@ -850,8 +319,8 @@ unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
         wgmma::declare();
         dependent_launch::allow_next();
         if thread::thread_idx_x() == 0 {
-            // Two warpgroups free a stage, of each block that shares weights or rows.
-            Ring::init(I::ring(N), 2 * (DOWN + ACROSS - 1));
+            // By each block that shares weights or rows.
+            Ring::init(I::ring(N), I::RELEASES * (DOWN + ACROSS - 1));
             bulk::fence_init();
         }
         let cluster = DOWN * ACROSS > 1;

@@ -2,12 +2,12 @@
 //! [layout](crate::stream) that all kernels share.
 //!
 //! # Shape of the work
-//! A block owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps deal the slices of [`SLICE`] = 64 input
-//! features among themselves and feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16 features) and
-//! the token rows as B (8 rows a tile, `TILES` tiles). A sum over k does not depend on where its terms stand as long as
-//! A and B agree, so a lane loads 16 contiguous bytes of a row and uses them as the four k-pairs that it must supply;
-//! the weights lie so that a warp loads a register of all its lanes as 128 contiguous bytes. No shared memory, no
-//! shuffles.
+//! A block owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps distribute the slices of [`SLICE`] = 64
+//! input features among themselves and feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16
+//! features) and the token rows as B (8 rows a tile, `TILES` tiles). A sum over k does not depend on where its terms
+//! stand as long as A and B agree, so a lane loads 16 contiguous bytes of a row and uses them as the four k-pairs that
+//! it must supply; the weights lie so that a warp loads a register of all its lanes as 128 contiguous bytes. No shared
+//! memory, no shuffles.
 //!
 //! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the
 //! end (see [`norm`](crate::norm)).
@@ -23,7 +23,7 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses are as it says, with no more N-tiles in the grid than the matrix
-//! has. What is not a kernel is called by the whole block, all of its warps together, since they meet. They have
+//! has. What is not a kernel is called by the whole block, all of its warps together, since they synchronise. They have
 //! [`Linear::shared_bytes`] of dynamic shared memory to themselves, and the block's N-tile of every row of the output.
 
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
@@ -100,7 +100,7 @@ pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
 }
 
 /// One warp's split-K partial of the block's N-tile. Leaves the partial sums of the block in shared memory,
-/// `[warp][row][feature]`, and meets at a barrier.
+/// `[warp][row][feature]`, and synchronises at a barrier.
 ///
 /// # Safety
 /// `count` is what [`rows_here`] says, and not 0.

@@ -492,7 +492,7 @@ impl HeadStart {
         unsafe { Self(search::AheadShared::load(&p.sequences, thread::warp_id(), parts, end, Self::TILES)) }
     }
 
-    /// The rest. The lanes meet at the named barrier `barrier`. Only the first warp is to go on.
+    /// The rest. The lanes synchronise at the named barrier `barrier`. Only the first warp is to go on.
     ///
     /// # Safety
     /// The same lanes call it, with what they have [looked](Self::look) at, when the rest of `p` is there; nobody else

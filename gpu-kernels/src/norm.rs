@@ -12,13 +12,12 @@
 //!
 //! # Safety
 //! Rows and elements that are named are among those that the [`Residual`] or [`Norm`] has memory for. What writes is
-//! called by one lane for each element or sum, and nobody reads that before they have met; what reads is called when
-//! those who wrote have been waited for. What adds squares over lanes is called by whole warps.
+//! called by one lane for each element or sum, and nobody reads that before they have synchronised; what reads is
+//! called when those who wrote have been waited for. What adds squares over lanes is called by whole warps.
 
 use cuda_std::{Global, GlobalMut, bf16, math, thread, warp};
 
 use crate::linear::{N_TILE, slot};
-use crate::step::Rows;
 
 /// Elements of a span: eight N-tiles.
 pub const SPAN: u32 = 8 * N_TILE;
@@ -285,30 +284,4 @@ pub unsafe fn warp_sum(mut v: f32) -> f32 {
         mask /= 2;
     }
     v
-}
-
-/// Parameters of a norm in a launch of its own, `rms_norm` of `bench-kernels`: `y = x / sqrt(mean(x²) + eps) · weight`.
-/// Grid: (1, rows). Shared memory: [`RmsNorm::SHARED_BYTES`].
-#[repr(C)]
-#[derive(Clone, Copy, Debug, cuda_std::Layout)]
-pub struct RmsNorm {
-    /// The rows of this step.
-    pub rows: Rows,
-    /// `[rows, dim]`.
-    pub x: Global<f32>,
-    /// `[dim]`.
-    pub weight: Global<bf16>,
-    /// `[rows, dim]`, written.
-    pub y: GlobalMut<bf16>,
-    /// Hidden size.
-    pub dim: u32,
-    /// Added to the mean of squares.
-    pub eps: f32,
-}
-
-impl RmsNorm {
-    /// Threads of a block.
-    pub const THREADS: u32 = 256;
-    /// Dynamic shared memory: a sum of each warp.
-    pub const SHARED_BYTES: u32 = Self::THREADS / 32 * 4;
 }

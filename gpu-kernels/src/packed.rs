@@ -412,7 +412,7 @@ pub unsafe fn unpack_pages(p: PackPages) {
 /// on, to the page.
 ///
 /// # Safety
-/// The whole block calls it, and has met since these bytes were written. The page is the block's.
+/// The whole block calls it, and has synchronised since these bytes were written. The page is the block's.
 #[inline(always)]
 unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
     // SAFETY: the caller's word.

@@ -185,7 +185,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// The barriers were [made](Self::init), and the block has met since.
+    /// The barriers were [made](Self::init), and the block has synchronised since.
     unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
         unsafe { self.full().wait(self.parity()) }

@@ -13,7 +13,7 @@
 //! Whole warps call what is not a kernel, with the same arguments in all lanes. Rows and heads that are named are among
 //! those of the launch's parameter block, whose addresses are as it says; positions are within the tables of cosines
 //! and sines. What the projection left is there, and nobody writes it meanwhile. What is written is this warp's alone,
-//! and nobody reads it before they have met.
+//! and nobody reads it before they have synchronised.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};

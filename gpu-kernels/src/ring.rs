@@ -44,7 +44,7 @@ impl Shape {
 /// # Safety
 /// What is unsafe here asks that the block has shared memory for the ring's [shape](Shape), of which the barriers were
 /// made by [`init`](Self::init) before the block synchronised; and that producers and consumers take stages in the same
-/// order. Who reads a stage has waited for it, or has met one who has, and releases it once.
+/// order. Who reads a stage has waited for it, or has synchronised with one who has, and releases it once.
 #[derive(Clone, Copy)]
 pub(crate) struct Ring {
     /// Where dynamic shared memory begins, found once: a special register says so.

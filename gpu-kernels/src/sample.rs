@@ -31,7 +31,7 @@
 //! Functions that are not kernels are parts of `sample`, `sample_each` or what notes logits: whole CTAs call them, and
 //! for a row all CTAs of its [`team`], which take the same way, since they wait for each other. So launches are
 //! cooperative. Inputs are as the launch's parameter block says. A CTA has [`SHARED_BYTES`] of dynamic shared memory to
-//! itself. The choice that is made lies there when `choose` begins, until the CTA has met after it.
+//! itself. The choice that is made lies there when `choose` begins, until the CTA has synchronised after it.
 
 mod mass;
 mod row;
@@ -80,7 +80,7 @@ const WEIGHTS: u32 = RANKS + MOST_CANDIDATES * 8;
 pub const SHARED_BYTES: u32 = HISTOGRAM + 3 * BINS * 4;
 const _: () = assert!(WEIGHTS + MOST_CANDIDATES * 8 <= SHARED_BYTES);
 
-/// How rows of logits are split over CTAs, and where those of a row meet. Cooperative launches; grid: teams of
+/// How rows of logits are split over CTAs, and where those of a row synchronise. Cooperative launches; grid: teams of
 /// [`splits`](Self::splits) CTAs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
@@ -347,8 +347,8 @@ pub unsafe fn sample_each(p: SampleEach) {
 /// Makes the choice that lies in shared memory, and stores the token.
 ///
 /// # Safety
-/// Threads of the CTA have put the choice there; it need not have met since. The team is fresh, and its row among the
-/// inputs. `token` is this choice's, and nobody else's.
+/// Threads of the CTA have put the choice there; it need not have synchronised since. The team is fresh, and its row
+/// among the inputs. `token` is this choice's, and nobody else's.
 #[inline(always)]
 unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
@@ -386,7 +386,7 @@ unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
 /// The choice that is being made: what is needed of it is read where it is needed.
 ///
 /// # Safety
-/// The choice lies in shared memory, and the CTA has met since.
+/// The choice lies in shared memory, and the CTA has synchronised since.
 #[inline(always)]
 unsafe fn choice() -> Choice {
     // SAFETY: the caller's word.
@@ -604,7 +604,7 @@ unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
 /// What those of the first `count` candidates weigh together of whose ranks a condition holds.
 ///
 /// # Safety
-/// The CTA's threads have left `count` ranks in shared memory, and what `weigh` reads, and met.
+/// The CTA's threads have left `count` ranks in shared memory, and what `weigh` reads, and synchronised.
 #[inline(always)]
 unsafe fn sum_where(count: u32, condition: impl Fn(u64) -> bool, weigh: impl Fn(usize) -> u64) -> u64 {
     // SAFETY: the caller's word.

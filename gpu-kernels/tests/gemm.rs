@@ -7,7 +7,7 @@ use cuda_std::emulator::{self, Buffer, Launch, MissingWait};
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};
 use gpu_kernels::e4m3::CodedRows;
-use gpu_kernels::gemm::{self, Beside, E4m3, Gemm, GemmE4m3, SPAN, TILE_ROWS, epilogue, gemm_e4m3};
+use gpu_kernels::gemm::{self, Beside, E4m3, Gemm, GemmE4m3, SPAN, TILE_ROWS};
 use gpu_kernels::kv::{self, Cache};
 use gpu_kernels::linear::{self, Linear, N_TILE};
 use gpu_kernels::norm::{Norm, Residual};
@@ -540,6 +540,7 @@ pub struct InOrder {
 pub unsafe fn second_after_first(p: InOrder) {
     let beside = Beside { second: thread::block_idx_x().min(1), ..p.beside };
     let lane = thread::thread_idx_x();
+    // SAFETY: the test's word: there is room for each block, and the word counts these blocks alone.
     unsafe {
         if thread::block_idx_x() == 0 {
             if lane == 0 {
@@ -583,18 +584,6 @@ impl Codes {
     fn values(&self) -> Vec<f64> {
         self.0.iter().flat_map(|pair| pair.to_bits().to_le_bytes()).map(|code| f64::from(e4m3(code))).collect()
     }
-}
-
-/// A GEMM of e4m3 in clusters.
-#[kernel(threads = gemm::THREADS, min_blocks = 1, cluster = 2)]
-pub unsafe fn add_e4m3_2x1(p: GemmE4m3) {
-    unsafe { gemm_e4m3::<epilogue::Add, 2, 1>(&p) }
-}
-
-/// Likewise.
-#[kernel(threads = gemm::THREADS, min_blocks = 1, cluster = 8)]
-pub unsafe fn swiglu_e4m3_4x2(p: GemmE4m3) {
-    unsafe { gemm_e4m3::<epilogue::SwiGlu, 4, 2>(&p) }
 }
 
 /// GEMMs of codes, with a scale for every 128 inputs of a row and of 128 weight rows.
@@ -691,7 +680,6 @@ fn codes_and_their_scales() {
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
         let gated = of.run::<gemm::gemm_swiglu_e4m3>(true, blocks);
         assert!(relative_error(widen(&gated.out), &want) < 1.0 / 128.0, "{m} {n} {pairs}");
-        assert_eq!(of.run::<swiglu_e4m3_4x2>(true, 8).out, gated.out);
         let added = of.run::<gemm::gemm_add_e4m3>(false, blocks);
         let case = &of.case;
         let want: Vec<f32> =
@@ -704,7 +692,6 @@ fn codes_and_their_scales() {
             let squares: Vec<f32> = added.y.chunks(len as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
             assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {pairs}");
         }
-        assert_eq!(of.run::<add_e4m3_2x1>(false, 2).y, added.y);
         // Two blocks for a tile.
         assert_eq!(of.run::<gemm::gemm_write_shared_e4m3>(false, 2 * blocks).y, written.y);
         let by_two = of.run::<gemm::gemm_add_shared_e4m3>(false, 2 * blocks);

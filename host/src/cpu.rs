@@ -5,7 +5,7 @@ use model::{Checkpoint, Config, CpuModel, KvCache, Matcher, Sampling, Taps};
 
 use crate::Error;
 use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step, common_prefix};
-use crate::draft::{self, Draft, DraftCheckpoint, confirm, learned, masks};
+use crate::draft::{Draft, DraftCheckpoint, DraftTokens, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
 /// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
@@ -130,8 +130,7 @@ impl Cpu {
         let Some(draft) = self.draft else { return self.run(cached, &[]) };
         let settings = draft.match_settings();
         let form = self.form.as_mut();
-        let draft::Proposal { tokens: proposed, forced } =
-            draft::Proposal::of(&settings, &self.history, self.max_length, form);
+        let DraftTokens { tokens: proposed, forced } = DraftTokens::of(&settings, &self.history, self.max_length, form);
         let acceptance = if forced { drafting::ONE } else { self.acceptance };
         let drafts = drafting::worthwhile(acceptance, settings.cost(DRAFT_COST), 0, proposed.len() as u32);
         let step = self.run(cached, &proposed[..drafts as usize])?;

@@ -315,14 +315,14 @@ impl NgramDraft {
 
 /// What is proposed to follow a history.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Proposal {
+pub(crate) struct DraftTokens {
     /// The tokens.
     pub tokens: Vec<u32>,
     /// Whether the answer's form leaves no others.
     pub forced: bool,
 }
 
-impl Proposal {
+impl DraftTokens {
     /// What the form forces after `history`, if it does, or else what `draft` finds in it that the form allows.
     pub fn of(draft: &NgramDraft, history: &[u32], max_length: usize, form: Option<&mut Matcher>) -> Self {
         let from_text = || draft.propose(bytemuck::cast_slice(history), max_length);

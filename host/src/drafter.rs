@@ -1,8 +1,8 @@
 //! Who drafts: whoever proposes tokens ahead of the model, as the decode loops see it.
 //!
-//! A [`Drafter`] works where the loop does ([`Place`]): [`OnHost`] it gives a [`Proposal`], [`OnDevice`] it enqueues
-//! launches that leave one in device memory, and the host never sees it. What is proposed decides how many steps an
-//! answer takes, never what it says: `accept` and `confirm` compare it with the tokens that the model chooses.
+//! A [`Drafter`] works where the loop does ([`DrafterSide`]): [`OnHost`] it gives a [`Proposal`], [`OnDevice`] it
+//! enqueues launches that leave one in device memory, and the host never sees it. What is proposed decides how many
+//! steps an answer takes, never what it says: `accept` and `confirm` compare it with the tokens that the model chooses.
 //!
 //! To add a drafter: a file here, an arm of [`Draft`](crate::Draft), and what it does for a batch in `batch/draft.rs`.
 
@@ -28,7 +28,7 @@ use crate::device::{Buffer, Device};
 use crate::forward::Forward;
 
 /// Proposes tokens for one sequence at a time.
-pub trait Drafter<P: Place>: Send {
+pub trait Drafter<S: DrafterSide>: Send {
     /// Takes up a sequence, whose prompt comes first.
     ///
     /// # Errors
@@ -39,14 +39,14 @@ pub trait Drafter<P: Place>: Send {
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
-    fn propose(&mut self, at: P::At<'_>) -> Result<P::Proposal, Error>;
+    fn propose(&mut self, at: S::At<'_>) -> Result<S::Proposal, Error>;
 
     /// Hears what each step brought, the prompt's among them, in order; notes in it whose drafts it tried.
     fn hear(&mut self, step: &mut Step);
 }
 
-/// Where a drafter works.
-pub trait Place {
+/// The side that a drafter works on: the host, or a device.
+pub trait DrafterSide {
     /// What it is told when it is to propose.
     type At<'a>;
     /// What it gives.
@@ -74,7 +74,7 @@ pub struct Proposal {
     pub count: usize,
 }
 
-impl Place for OnHost {
+impl DrafterSide for OnHost {
     type At<'a> = Text<'a>;
     type Proposal = Proposal;
 }
@@ -103,7 +103,7 @@ pub struct Between<'a> {
     pub settled: u32,
 }
 
-impl Place for OnDevice {
+impl DrafterSide for OnDevice {
     type At<'a> = Between<'a>;
     type Proposal = ();
 }

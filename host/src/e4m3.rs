@@ -25,7 +25,7 @@ use model::{Config, Weight, Weights};
 use crate::Error;
 use crate::device::{Buffer, Device, TensorMaps};
 use crate::gemm::{self, Epilogue};
-use crate::quantized::{Place, places};
+use crate::quantized::{RowPlacement, places};
 use crate::stream::{Stream, chunks, n_tiles};
 
 /// Outputs and inputs of a block.
@@ -144,7 +144,7 @@ pub struct Collector {
     /// Of each matrix the scales' bits, as [`e4m3::Weights::scales`].
     matrices: Vec<Vec<AtomicU32>>,
     /// Of each weight, by where it is.
-    places: HashMap<usize, Place>,
+    places: HashMap<usize, RowPlacement>,
 }
 
 impl Collector {

@@ -32,7 +32,6 @@ use self::head::Pairs;
 pub use self::listed::{ListedRows, Row};
 pub(crate) use self::states::HiddenStates;
 use self::tree::Tree;
-use self::unfused::Apart;
 use crate::Error;
 use crate::cache::KvCache;
 use crate::decode::Decode;
@@ -71,7 +70,6 @@ pub struct Forward {
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
     batched: Option<Batched>,
-    apart: Apart,
     /// Of a model whose GEMMs are of e4m3.
     coded: Option<Coded>,
     /// Of a model that a head drafts for.
@@ -210,7 +208,6 @@ impl Forward {
                 trace: None,
                 prefill: None,
                 batched: None,
-                apart: Apart::default(),
                 coded: if coded { Some(Coded::new(device, config, rows, &activation)?) } else { None },
                 states: None,
                 tree: None,

@@ -1,4 +1,4 @@
-//! In which form a device keeps a model's matrices.
+//! In which format a device keeps a model's matrices.
 
 use model::{Checkpoint, Config};
 
@@ -12,7 +12,7 @@ use crate::stream::Stream;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kept {
     /// What decode steps read.
-    pub form: Form,
+    pub format: MatrixFormat,
     /// Whether bf16 weights are beside that: otherwise they are made again, a layer at a time, for passes that read
     /// them.
     pub plain: bool,
@@ -22,7 +22,7 @@ pub struct Kept {
 
 /// What matrices are, if not bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum MatrixFormat {
     /// The codes of quantised weights, of the layers.
     Coded(Coding),
     /// Packed without loss to this size, with the head.
@@ -50,7 +50,7 @@ impl Kept {
         let Some(coding) = Coding::of(&checkpoint.weights()?).filter(|coding| coding.is_for(device)) else {
             return Ok(None);
         };
-        let kept = Self::on(device, &checkpoint.config, Form::Coded(coding))?;
+        let kept = Self::on(device, &checkpoint.config, MatrixFormat::Coded(coding))?;
         kept.with_head(device, PackedSize::of_head(checkpoint, PackedSize::SPARSELY)?).map(Some)
     }
 
@@ -64,20 +64,20 @@ impl Kept {
             return Ok(None);
         }
         let size = PackedSize::of(checkpoint, PackedSize::SPARSELY)?;
-        size.map(|size| Self::on(device, config, Form::Packed(size))).transpose()
+        size.map(|size| Self::on(device, config, MatrixFormat::Packed(size))).transpose()
     }
 
-    /// What is kept of a model in such a form, likewise.
+    /// What is kept of a model in such a format, likewise.
     ///
     /// # Errors
     /// A driver error.
-    pub fn on(device: &Device, config: &Config, form: Form) -> Result<Self, Error> {
+    pub fn on(device: &Device, config: &Config, format: MatrixFormat) -> Result<Self, Error> {
         let plain = match device.options().plain_beside {
-            _ if form.in_e4m3() => false,
+            _ if format.in_e4m3() => false,
             Some(plain) => plain,
             None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
         };
-        Ok(Self { form, plain, head: None })
+        Ok(Self { format, plain, head: None })
     }
 
     /// With a head that is packed to this size, if it can be and memory does not miss it.
@@ -105,42 +105,42 @@ impl Kept {
         card.has_full_ring() && of_layer >= card.tuning().lossless_from
     }
 
-    /// This form, with nothing beside.
+    /// This format, with nothing beside.
     #[must_use]
-    pub const fn only(form: Form) -> Self {
-        Self { form, plain: false, head: None }
+    pub const fn only(format: MatrixFormat) -> Self {
+        Self { format, plain: false, head: None }
     }
 
     /// The same with nothing beside: neither bf16 weights, nor a packed head.
     #[must_use]
     pub fn alone(self) -> Self {
-        Self::only(self.form)
+        Self::only(self.format)
     }
 
     /// Whether codes are what is multiplied.
     pub fn in_e4m3(self) -> bool {
-        self.form.in_e4m3()
+        self.format.in_e4m3()
     }
 
     /// The codes' kind, if there are codes.
     pub fn coding(self) -> Option<Coding> {
-        match self.form {
-            Form::Coded(coding) => Some(coding),
-            Form::Packed(_) => None,
+        match self.format {
+            MatrixFormat::Coded(coding) => Some(coding),
+            MatrixFormat::Packed(_) => None,
         }
     }
 
     /// Bytes of a model's matrices, those in bf16 with them.
     pub fn bytes(self, config: &Config) -> u64 {
-        let of_form = match self.form {
-            Form::Coded(coding) => coding.bytes_of(config, 1),
-            Form::Packed(size) => size.packed,
+        let of_format = match self.format {
+            MatrixFormat::Coded(coding) => coding.bytes_of(config, 1),
+            MatrixFormat::Packed(size) => size.packed,
         };
-        of_form + self.head.map_or(0, |head| head.packed) + Stream::bytes(config, !self.plain)
+        of_format + self.head.map_or(0, |head| head.packed) + Stream::bytes(config, !self.plain)
     }
 }
 
-impl Form {
+impl MatrixFormat {
     fn in_e4m3(self) -> bool {
         matches!(self, Self::Coded(coding) if coding.in_blocks)
     }

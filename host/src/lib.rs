@@ -40,7 +40,7 @@ pub use draft::{Draft, DraftCheckpoint, ModelDraft, NgramDraft, Ngrams};
 pub use engine::{DeviceChoice, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::{DraftWeights, Gpu};
-pub use kept::{Form, Kept};
+pub use kept::{Kept, MatrixFormat};
 pub use lossless::PackedSize;
 pub use profile::Profile;
 pub use prompt::encode_prompt;

@@ -262,13 +262,13 @@ pub struct Collector {
     coding: Coding,
     matrices: Vec<Vec<AtomicU32>>,
     /// Of each weight, by where it is.
-    places: HashMap<usize, Place>,
+    places: HashMap<usize, RowPlacement>,
     unfit: AtomicBool,
 }
 
 /// Where a weight's rows are among those of its matrix.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct RowPlacement {
     pub matrix: usize,
     /// The first one, of matrices one after another.
     pub first: usize,
@@ -278,14 +278,14 @@ pub(crate) struct Place {
 }
 
 /// The places of the layers' weights, by where these are; and weight rows and inputs of each matrix.
-pub(crate) fn places(weights: &Weights<Weight<'_>>) -> (HashMap<usize, Place>, Vec<[usize; 2]>) {
+pub(crate) fn places(weights: &Weights<Weight<'_>>) -> (HashMap<usize, RowPlacement>, Vec<[usize; 2]>) {
     let (mut places, mut shapes) = (HashMap::new(), Vec::new());
     for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
         let [mut first, mut inputs] = [0; 2];
         for (part, weight) in layer.parts(kind).into_iter().enumerate() {
             inputs = weight.shape()[1];
             let half = (kind == Matrix::GateUp).then_some(part);
-            let place = Place { matrix: shapes.len(), first, half, inputs };
+            let place = RowPlacement { matrix: shapes.len(), first, half, inputs };
             places.insert(std::ptr::from_ref(weight).addr(), place);
             first += weight.shape()[0];
         }
@@ -294,7 +294,7 @@ pub(crate) fn places(weights: &Weights<Weight<'_>>) -> (HashMap<usize, Place>, V
     (places, shapes)
 }
 
-impl Place {
+impl RowPlacement {
     /// The matrix's row that is row `i` of the weight.
     fn row(&self, i: usize) -> usize {
         let eight = N_TILE as usize / 2;

@@ -256,15 +256,6 @@ impl DeviceWeights {
         }
     }
 
-    /// The norm of what a GEMM of the plan reads, where that is the residual stream.
-    pub fn norm_before(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
-        match gemm.matrix {
-            Matrix::Head => &self.norm,
-            Matrix::Qkv => self.layers.get(layer).map_or(&self.norm, |layer| &layer.input_norm),
-            Matrix::Output | Matrix::GateUp | Matrix::Down => &self.layers[layer].post_attention_norm,
-        }
-    }
-
     /// The norm that comes next where a GEMM of the plan adds to the residual stream: the layer's second, the next
     /// layer's first, or the final one.
     pub fn norm_after(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
@@ -321,7 +312,7 @@ mod tests {
     use model::{Checkpoint, Dtype, OpenOptions};
 
     use super::*;
-    use crate::kept::Form;
+    use crate::kept::MatrixFormat;
     use crate::lossless::PackedSize;
 
     fn upload(checkpoint: &Checkpoint, progress: &mut Progress<'_>) -> Result<DeviceWeights, Error> {
@@ -444,7 +435,7 @@ mod tests {
     #[test]
     fn weights_that_cannot_be_packed_after_all_stay_plain() {
         let demo = Checkpoint::demo().unwrap();
-        let form = Form::Packed(PackedSize::of(&demo, 1).unwrap().expect("packed"));
+        let format = MatrixFormat::Packed(PackedSize::of(&demo, 1).unwrap().expect("packed"));
         let device = Device::emulator(0);
         // One is far from all others, where a sample would not have met it.
         let folder = damaged("model.layers.2.mlp.up_proj.weight", 4_321, bf16::from_f32(1e30));
@@ -452,7 +443,7 @@ mod tests {
         std::fs::remove_dir_all(&folder).unwrap();
         for (checkpoint, is_packed, plain) in [(&demo, true, false), (&demo, true, true), (&far.unwrap(), false, false)]
         {
-            let (mut asked, kept) = (0, Some(Kept { plain, ..Kept::only(form) }));
+            let (mut asked, kept) = (0, Some(Kept { plain, ..Kept::only(format) }));
             let fits = || {
                 asked += 1;
                 Ok(())
@@ -473,7 +464,7 @@ mod tests {
         assert!(coding.is_fine);
         // Its scales in f16 have more bits than coarse ones.
         for is_fine in [true, false] {
-            let kept = Kept { form: Form::Coded(Coding { is_fine, ..coding }), ..kept };
+            let kept = Kept { format: MatrixFormat::Coded(Coding { is_fine, ..coding }), ..kept };
             let full = || Err(Error::OutOfMemory { wanted: 1, free: 0 });
             let mut progress = |_, _| ControlFlow::Continue(());
             match DeviceWeights::upload(&checkpoint, &device, Some(kept), full, &mut progress) {

@@ -19,7 +19,7 @@ pub const DRAFT_VOCAB: usize = 96;
 
 /// What a head's weights are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Weights {
+pub enum SyntheticWeights {
     /// Pseudo-random numbers, those of the golden cases: what it drafts is mostly wrong.
     Random {
         /// Of the numbers.
@@ -33,7 +33,7 @@ pub enum Weights {
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
     /// Its weights.
-    pub weights: Weights,
+    pub weights: SyntheticWeights,
     /// Whether it is in the form of `speculators`.
     pub speculators: bool,
     /// As in its config.
@@ -47,7 +47,7 @@ pub struct Head {
 impl Head {
     /// The golden case `original`.
     pub const ORIGINAL: Self = Self {
-        weights: Weights::Random { seed: 1 },
+        weights: SyntheticWeights::Random { seed: 1 },
         speculators: false,
         norm_before_residual: false,
         own_embedding: false,
@@ -55,7 +55,7 @@ impl Head {
     };
     /// The golden case `speculators`.
     pub const SPECULATORS: Self = Self {
-        weights: Weights::Random { seed: 2 },
+        weights: SyntheticWeights::Random { seed: 2 },
         speculators: true,
         norm_before_residual: true,
         own_embedding: true,
@@ -63,7 +63,7 @@ impl Head {
     };
     /// One that is right wherever the layers of a model do not matter: the residual stream begins at zero, and gets
     /// the embedding alone.
-    pub const BIGRAMS: Self = Self { weights: Weights::Bigrams, norm_before_residual: true, ..Self::ORIGINAL };
+    pub const BIGRAMS: Self = Self { weights: SyntheticWeights::Bigrams, norm_before_residual: true, ..Self::ORIGINAL };
 }
 
 /// Tensors by name: shape and bf16 numbers.
@@ -114,8 +114,8 @@ impl Head {
     /// The tokens of the model that it knows.
     fn targets(&self) -> Vec<usize> {
         match self.weights {
-            Weights::Random { .. } => (0..DRAFT_VOCAB).map(|i| 3 * i).collect(),
-            Weights::Bigrams => (0..VOCAB).collect(),
+            SyntheticWeights::Random { .. } => (0..DRAFT_VOCAB).map(|i| 3 * i).collect(),
+            SyntheticWeights::Bigrams => (0..VOCAB).collect(),
         }
     }
 
@@ -146,11 +146,11 @@ impl Head {
             let (len, k) = (shape.iter().product::<usize>(), shape[shape.len() - 1]);
             let (mean, spread) = if shape.len() == 1 { (1.0, 0.3) } else { (0.0, (3.0 / k as f64).sqrt() as f32) };
             let numbers = match self.weights {
-                Weights::Random { seed } => {
+                SyntheticWeights::Random { seed } => {
                     (0..len as u32).map(|place| number(seed, i as u32, place, mean, spread)).collect()
                 }
                 // The first query head finds the row itself, whose value is the normed embedding.
-                Weights::Bigrams => match name {
+                SyntheticWeights::Bigrams => match name {
                     "lm_head" => model["model.embed_tokens.weight"].1.clone(),
                     "norm" => Model::last_norm(),
                     "midlayer.hidden_norm" => vec![bf16::ZERO; len],

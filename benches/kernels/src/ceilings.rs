@@ -8,6 +8,10 @@
 //! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent MMAs a warp, so that nothing but
 //!   the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is faster.
 //! - [`ceiling_launch`] does nothing: what a launch costs.
+//!
+//! # Safety
+//! A launch has memory, a grid and shared memory as its parameter block says. While it runs nobody else writes what it
+//! reads, or uses what it writes.
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::bulk::{self, Barrier};
@@ -90,30 +94,34 @@ pub struct Nothing {
 /// Reads memory.
 #[kernel(threads = 1024, module = "bench")]
 pub unsafe fn ceiling_read(p: ReadAll) {
-    unsafe {
-        let step = thread::grid_dim_x() as u64 * THREADS as u64;
-        let mut i = thread::block_idx_x() as u64 * THREADS as u64 + thread::thread_idx_x() as u64;
-        let mut sum = 0;
-        while i + 7 * step < p.units {
-            let mut data = [[0u32; 4]; 8];
-            unroll!(J < 8; {
-                data[J] = p.from.load16_stream((i + J as u64 * step) as usize * UNIT_BYTES);
-            });
-            unroll!(J < 8; {
-                sum ^= data[J][0] ^ data[J][1] ^ data[J][2] ^ data[J][3];
-            });
-            i += 8 * step;
-        }
-        while i < p.units {
-            let data = p.from.load16_stream(i as usize * UNIT_BYTES);
-            sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
-            i += step;
-        }
-        store_sum(&p, THREADS / 32, sum);
+    let step = thread::grid_dim_x() as u64 * THREADS as u64;
+    let mut i = thread::block_idx_x() as u64 * THREADS as u64 + thread::thread_idx_x() as u64;
+    let mut sum = 0;
+    while i + 7 * step < p.units {
+        let mut data = [[0u32; 4]; 8];
+        unroll!(J < 8; {
+            // SAFETY: the launcher's word; there is such a unit.
+            data[J] = unsafe { p.from.load16_stream((i + J as u64 * step) as usize * UNIT_BYTES) };
+        });
+        unroll!(J < 8; {
+            sum ^= data[J][0] ^ data[J][1] ^ data[J][2] ^ data[J][3];
+        });
+        i += 8 * step;
     }
+    while i < p.units {
+        // SAFETY: likewise.
+        let data = unsafe { p.from.load16_stream(i as usize * UNIT_BYTES) };
+        sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
+        i += step;
+    }
+    // SAFETY: the launcher's word; all warps of the block come here.
+    unsafe { store_sum(&p, THREADS / 32, sum) };
 }
 
-/// Stores what a warp read, the first of so `many` in its block.
+/// Stores what a warp read, one of the first so `many` in its block.
+///
+/// # Safety
+/// All lanes of such a warp call it, once. There is a sum for each such warp of each block.
 #[inline(always)]
 unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
     let mut distance = 16;
@@ -122,14 +130,19 @@ unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
         distance /= 2;
     }
     if thread::lane_id() == 0 {
+        // SAFETY: the caller's word; the sum is this warp's own.
         unsafe { p.sums.store((thread::block_idx_x() * many + thread::warp_id()) as usize, sum) };
     }
 }
 
 /// The barriers of a stage: that it is full, and that it is free.
+///
+/// # Safety
+/// There is such a stage, and the block has [`BULK_SHARED_BYTES`].
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[inline(always)]
 unsafe fn barriers(stage: u32) -> [Barrier; 2] {
+    // SAFETY: the caller's word; all barriers lie behind the stages.
     [0, 8].map(|which| unsafe { Barrier::at(shared::dynamic(STAGES * STAGE_BYTES + stage * 16 + which)) })
 }
 
@@ -137,32 +150,38 @@ unsafe fn barriers(stage: u32) -> [Barrier; 2] {
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[kernel(threads = 288, module = "bench")]
 pub unsafe fn ceiling_read_bulk(p: ReadAll) {
-    unsafe {
-        let thread = thread::thread_idx_x();
-        if thread == 0 {
-            let mut stage = 0;
-            while stage < STAGES {
+    let thread = thread::thread_idx_x();
+    if thread == 0 {
+        let mut stage = 0;
+        while stage < STAGES {
+            // SAFETY: the launcher's word: shared memory has room for them, and nobody uses it yet.
+            unsafe {
                 let [full, free] = barriers(stage);
                 full.init(1);
                 free.init(READERS / 32);
-                stage += 1;
             }
-            bulk::fence_init();
+            stage += 1;
         }
-        thread::sync_threads();
-        const UNITS: u32 = STAGE_BYTES / UNIT_BYTES as u32;
-        // A block's stages lie side by side.
-        let stages = p.units.div_ceil(u64::from(UNITS)).div_ceil(u64::from(thread::grid_dim_x()));
-        let own = stages * u64::from(UNITS);
-        let mut first = u64::from(thread::block_idx_x()) * own;
-        let end = p.units.min(first + own);
-        let (mut stage, mut parity, mut sum, mut filled) = (0, 0, 0, 0);
-        while first < end {
-            let units = u64::from(UNITS).min(end - first) as u32;
-            let [full, free] = barriers(stage);
-            let place = shared::dynamic::<u8>(stage * STAGE_BYTES);
-            if thread >= READERS {
-                let lane = thread - READERS;
+        bulk::fence_init();
+    }
+    thread::sync_threads();
+    const UNITS: u32 = STAGE_BYTES / UNIT_BYTES as u32;
+    // A block's stages lie side by side.
+    let stages = p.units.div_ceil(u64::from(UNITS)).div_ceil(u64::from(thread::grid_dim_x()));
+    let own = stages * u64::from(UNITS);
+    let mut first = u64::from(thread::block_idx_x()) * own;
+    let end = p.units.min(first + own);
+    let (mut stage, mut parity, mut sum, mut filled) = (0, 0, 0, 0);
+    while first < end {
+        let units = u64::from(UNITS).min(end - first) as u32;
+        // SAFETY: the launcher's word; there is such a stage.
+        let ([full, free], place) = unsafe { (barriers(stage), shared::dynamic::<u8>(stage * STAGE_BYTES)) };
+        if thread >= READERS {
+            let lane = thread - READERS;
+            // SAFETY: the launcher's word. The barriers were made before the block synchronised. They are at most a
+            // phase ahead: this warp alone fills stages, each when all that read it have freed it. The barrier
+            // expects as many bytes as the lanes copy, all of them before `end`.
+            unsafe {
                 if filled >= UNDER_WAY {
                     let back = stage >= UNDER_WAY;
                     let [oldest, _] = barriers(if back { stage - UNDER_WAY } else { stage + STAGES - UNDER_WAY });
@@ -180,7 +199,12 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
                     let from = p.from.at(first as usize * UNIT_BYTES + piece as usize);
                     bulk::copy_to_shared_once(place.at(piece as usize), from, PIECE_BYTES.min(bytes - piece), full);
                 }
-            } else {
+            }
+        } else {
+            // SAFETY: the barriers were made before the block synchronised. The stage has `units` units once it is
+            // full, and is not filled again before all warps that read it have freed it: each once, when its lanes
+            // have what they read.
+            unsafe {
                 full.wait(parity);
                 unroll!(I < 4; {
                     let unit = thread + I as u32 * READERS;
@@ -196,21 +220,24 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
                     free.arrive();
                 }
             }
-            stage += 1;
-            if stage == STAGES {
-                (stage, parity) = (0, parity ^ 1);
-            }
-            first += u64::from(UNITS);
         }
-        if thread < READERS {
-            store_sum(&p, READERS / 32, sum);
+        stage += 1;
+        if stage == STAGES {
+            (stage, parity) = (0, parity ^ 1);
         }
+        first += u64::from(UNITS);
+    }
+    if thread < READERS {
+        // SAFETY: the launcher's word; all warps that read come here.
+        unsafe { store_sum(&p, READERS / 32, sum) };
     }
 }
 
 /// Copies memory.
 #[kernel(threads = 1024, module = "bench")]
 pub unsafe fn ceiling_copy(p: CopyAll) {
+    // SAFETY: the launcher's word: memory is as the parameter block says. Each unit that there is, one lane reads and
+    // writes.
     unsafe {
         let step = thread::grid_dim_x() as u64 * THREADS as u64;
         let mut i = thread::block_idx_x() as u64 * THREADS as u64 + thread::thread_idx_x() as u64;
@@ -234,25 +261,26 @@ pub unsafe fn ceiling_copy(p: CopyAll) {
 /// Multiplies.
 #[kernel(threads = 256, module = "bench")]
 pub unsafe fn ceiling_mma(p: Multiply) {
-    unsafe {
+    // SAFETY: the launcher's word; these are the lane's 16 words.
+    let [a, b] = unsafe {
         let words = p.operands.at((thread::lane_id() * 16) as usize);
-        let a = [words.load16(0), words.load16(4)];
-        let b = [words.load16(8), words.load16(12)];
-        let b = [[b[0][0], b[0][1]], [b[0][2], b[0][3]], [b[1][0], b[1][1]], [b[1][2], b[1][3]]];
-        let mut acc = [[0f32; 4]; 8];
-        let mut round = 0;
-        while round < p.rounds {
-            unroll!(J < 8; {
-                acc[J] = mma::m16n8k16_bf16(acc[J], a[J / 4], b[J % 4]);
-            });
-            round += 1;
-        }
-        let mut sum = 0.0;
+        [[words.load16(0), words.load16(4)], [words.load16(8), words.load16(12)]]
+    };
+    let b = [[b[0][0], b[0][1]], [b[0][2], b[0][3]], [b[1][0], b[1][1]], [b[1][2], b[1][3]]];
+    let mut acc = [[0f32; 4]; 8];
+    let mut round = 0;
+    while round < p.rounds {
         unroll!(J < 8; {
-            sum += (acc[J][0] + acc[J][1]) + (acc[J][2] + acc[J][3]);
+            acc[J] = mma::m16n8k16_bf16(acc[J], a[J / 4], b[J % 4]);
         });
-        p.sums.store((thread::block_idx_x() * MMA_THREADS + thread::thread_idx_x()) as usize, sum);
+        round += 1;
     }
+    let mut sum = 0.0;
+    unroll!(J < 8; {
+        sum += (acc[J][0] + acc[J][1]) + (acc[J][2] + acc[J][3]);
+    });
+    // SAFETY: the launcher's word; the sum is this lane's own.
+    unsafe { p.sums.store((thread::block_idx_x() * MMA_THREADS + thread::thread_idx_x()) as usize, sum) };
 }
 
 /// Does nothing.

@@ -1,4 +1,7 @@
 //! [`gpu_kernels::gemm`] as others' GEMMs do it, to be compared with them: sums rounded to bf16, without a factor.
+//!
+//! # Safety
+//! As for [all GEMMs](gpu_kernels::gemm) and [epilogues](gpu_kernels::gemm::epilogue).
 
 use cuda_std::{kernel, math, thread, wgmma};
 use gpu_kernels::gemm::epilogue::{BoxWords, Epilogue, Half, Next};
@@ -43,11 +46,12 @@ impl Epilogue for Plain {
 
     #[inline(always)]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, (): (), next: &mut impl Next) {
+        let mut boxes = [rounded!(0), rounded!(1), [[0; 4]; 4], [[0; 4]; 4]];
+        if N > 128 {
+            (boxes[2], boxes[3]) = (rounded!(2), rounded!(3));
+        }
+        // SAFETY: the caller's word. All sums have left the accumulators. All lanes of the warpgroup come here.
         unsafe {
-            let mut boxes = [rounded!(0), rounded!(1), [[0; 4]; 4], [[0; 4]; 4]];
-            if N > 128 {
-                (boxes[2], boxes[3]) = (rounded!(2), rounded!(3));
-            }
             next.begin();
             // Where other lanes had totals.
             thread::sync_named(half.barrier, GROUP);
@@ -67,6 +71,7 @@ macro_rules! kernels {
             #[doc = concat!("`out = x · wᵀ`. Tiles of ", $n, " weight rows.")]
             #[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
             pub unsafe fn $name(p: Gemm) {
+                // SAFETY: the launcher's word: memory is as the parameter block says.
                 unsafe { gemm::<Plain, $n, 1, 1>(&p) }
             }
         )*
@@ -74,6 +79,7 @@ macro_rules! kernels {
             #[doc = concat!("`out = x · wᵀ`. Tiles of 256 weight rows; clusters of ", $down, " one above the other, ", $across, " side by side.")]
             #[kernel(threads = THREADS, min_blocks = 1, cluster = $blocks, module = "bench")]
             pub unsafe fn $cluster(p: Gemm) {
+                // SAFETY: the launcher's word: memory is as the parameter block says.
                 unsafe { gemm::<Plain, 256, $down, $across>(&p) }
             }
         )*
@@ -88,5 +94,6 @@ kernels! {
 /// `out = x · wᵀ` of e4m3. Tiles of 128 weight rows.
 #[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
 pub unsafe fn gemm_plain_e4m3(p: GemmE4m3) {
-    unsafe { gemm_e4m3::<Plain, 1, 1>(&p) }
+    // SAFETY: the launcher's word: memory is as the parameter block says.
+    unsafe { gemm_e4m3::<Plain, 1>(&p) }
 }

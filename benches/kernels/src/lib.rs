@@ -4,15 +4,15 @@
 //! - [`token_copy`]: the ladder of the token-record gather, and its kernels for other records than pages.
 //! - [`ngram`]: the n-gram operators for other token ids than the decode loop's, and the slower designs of others.
 //! - `gemm`: the GEMM of prompts as others have it, rounded to bf16.
-//! - [`unfused`]: norms and SiLU in launches of their own.
 //! - [`script`]: drafts at a known acceptance.
 //!
 //! They are made of the functions of `gpu_kernels`, and go into a PTX module of their own, `bench`, which the crate
 //! `benches` builds and hands to a device; a program that measures nothing does not have it.
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, stdarch_nvptx), allow(unused_features))]
-// As in `gpu_kernels`.
-#![allow(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
+// As in `gpu_kernels`: every address is the launcher's word, and what makes a kernel sound is said in its parameter
+// block.
+#![warn(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
 
 pub mod ceilings;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -20,4 +20,3 @@ pub mod gemm;
 pub mod ngram;
 pub mod script;
 pub mod token_copy;
-pub mod unfused;

@@ -7,6 +7,8 @@ use gpu_kernels::step::SequenceState;
 /// Proposes what a script has at the positions that come next.
 #[kernel(threads = 32, module = "bench")]
 pub unsafe fn draft_script(p: DraftScript) {
+    // SAFETY: the launcher's word: memory is as the parameter block says. Drafts are of positions of the
+    // script, and at most `most`.
     unsafe {
         let i = thread::thread_idx_x();
         let length = p.state.words.load(SequenceState::LENGTH);

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use benches::Weights;
+use benches::WeightsArgument;
 use benches::token_copy::Variant;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Subcommand, ValueEnum, ValueHint};
@@ -72,7 +72,7 @@ pub struct BenchRunArgs {
     pub unfused: bool,
     /// How decode steps read the weights
     #[arg(long, value_parser = weights(), value_name = "HOW", default_value = "plain", global = true)]
-    pub weights: Weights,
+    pub weights: WeightsArgument,
     /// Measurements of each case; the median is shown
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one, allow_negative_numbers = true, global = true)]
     pub repeats: usize,
@@ -225,8 +225,8 @@ pub enum HitName {
 }
 
 /// What decode steps read, by its name.
-fn weights() -> impl TypedValueParser<Value = Weights> {
-    let names = Weights::ALL.map(|(name, meaning, _)| PossibleValue::new(name).help(meaning));
+fn weights() -> impl TypedValueParser<Value = WeightsArgument> {
+    let names = WeightsArgument::ALL.map(|(name, meaning, _)| PossibleValue::new(name).help(meaning));
     PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 

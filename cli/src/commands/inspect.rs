@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use host::device::{Capabilities, CardInfo};
 use host::forward::{Footprint, Forward};
-use host::{Coding, Form, Kept, PackedSize, gib};
+use host::{Coding, Kept, MatrixFormat, PackedSize, gib};
 use model::checkpoint::{MatrixOutline, OutlineTensor};
 use model::{Checkpoint, Config, GenerationConfig, OpenOptions, Outline};
 use serde::Serialize;
@@ -50,7 +50,7 @@ struct Findings {
     stored_bytes: u64,
     dtypes: BTreeMap<String, usize>,
     files: Vec<File>,
-    weights: Weights,
+    weights: WeightsSummary,
     weights_checked: bool,
     /// Null, like the next two, for a model that is not on this machine.
     tokenizer_tokens: Option<usize>,
@@ -102,7 +102,7 @@ struct File {
 
 /// How weights are stored and read.
 #[derive(Serialize)]
-struct Weights {
+struct WeightsSummary {
     /// `--weights`.
     mode: String,
     /// `quant_method` of the checkpoint; null if it has none.
@@ -125,7 +125,7 @@ struct Kind {
     bits_per_weight: f64,
 }
 
-impl Weights {
+impl WeightsSummary {
     fn of(config: &Config, matrices: &[MatrixOutline], command: &Inspect) -> Self {
         // Of an untied embedding a step reads a row.
         let read = matrices.iter().filter(|m| config.tie_word_embeddings || m.kind != "embedding");
@@ -209,13 +209,13 @@ impl Findings {
         let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
-        let coded = coding.map(|coding| Kept::only(Form::Coded(coding)));
+        let coded = coding.map(|coding| Kept::only(MatrixFormat::Coded(coding)));
         let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
         let may_pack = may_pack && Forward::check(config).is_ok();
         // What cannot be read is for loading, or `--check`, to tell.
         let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED).ok().flatten();
         let packed = checkpoint.filter(|_| may_pack).and_then(size);
-        let packed_alone = packed.map(|size| Kept::only(Form::Packed(size)));
+        let packed_alone = packed.map(|size| Kept::only(MatrixFormat::Packed(size)));
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
@@ -266,7 +266,7 @@ impl Findings {
             stored_bytes: tensors.iter().map(|tensor| tensor.bytes as u64).sum(),
             dtypes,
             files: files(&tensors),
-            weights: Weights::of(config, &outline.matrices, command),
+            weights: WeightsSummary::of(config, &outline.matrices, command),
             weights_checked: command.check,
             tokenizer_tokens: checkpoint.map(|checkpoint| checkpoint.tokenizer.vocab_size()),
             chat_template: checkpoint.map(|checkpoint| checkpoint.chat_template.is_some()),
@@ -448,7 +448,7 @@ impl Findings {
     }
 }
 
-impl fmt::Display for Weights {
+impl fmt::Display for WeightsSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "\nweights, and bits of each with its scale")?;
         for Kind { kind, format, format_bytes, bits_per_weight, .. } in &self.kinds {

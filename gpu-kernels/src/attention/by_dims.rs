@@ -8,8 +8,8 @@
 //! # Safety
 //! The 8 warps of a block, numbers 0 to 7, call these functions, whole and for the same tiles of the same launch; `p`
 //! is its parameter block, as that says it is. A place of weights is [`TileWeights::BYTES`] of dynamic shared memory at
-//! a multiple of 16. All 8 warps leave their weights and meet before one reads any, and all are done with reading when
-//! a place is written again.
+//! a multiple of 16. All 8 warps leave their weights and synchronise before one reads any, and all are done with
+//! reading when a place is written again.
 
 use core::ops::Range;
 
@@ -94,7 +94,7 @@ impl<const N: usize> DimSums<N> {
     /// What warp `warp` begins to add, once all warps have left their weights.
     ///
     /// # Safety
-    /// All 8 warps have left the weights of all tiles, and met.
+    /// All 8 warps have left the weights of all tiles, and synchronised.
     #[inline(always)]
     pub unsafe fn new(weights: [TileWeights; N], lane: u32, warp: u32) -> Self {
         let (lane, warp) = (thread::opaque(lane), thread::opaque(warp));

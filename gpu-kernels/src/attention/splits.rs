@@ -2,7 +2,7 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, as that says it is. The 8 warps from the block's first on call [`combine_head`]
-//! whole and together, for the same head of the same row, since they meet at barrier 1, which nobody else uses
+//! whole and together, for the same head of the same row, since they synchronise at barrier 1, which nobody else uses
 //! meanwhile. The row has as many splits as its position says, all of them were kept in `p`'s memory, and the block has
 //! waited for that. From byte `scratch` of dynamic shared memory on, a multiple of 16, there are
 //! [`Attend::COMBINE_SHARED_BYTES`] that nobody else touches until the function returns.

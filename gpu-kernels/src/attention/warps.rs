@@ -3,9 +3,9 @@
 //! # Safety
 //! `p` is a launch's parameter block, as that says it is, and the tile is of its rows, of at least one pair. The 8
 //! warps of the tile, numbers 0 to 7, call these functions whole and together, with the same tile but for their lane
-//! and number, since they meet at `barrier`, which nobody else uses meanwhile. From byte `scratch` of dynamic shared
-//! memory on, a multiple of 16, they have room for [`Attend::SHARED_BYTES`], which nobody else touches from the first
-//! warp's call to the last one's return. `put` and `keep` may be called for every pair of the tile, of each two
+//! and number, since they synchronise at `barrier`, which nobody else uses meanwhile. From byte `scratch` of dynamic
+//! shared memory on, a multiple of 16, they have room for [`Attend::SHARED_BYTES`], which nobody else touches from the
+//! first warp's call to the last one's return. `put` and `keep` may be called for every pair of the tile, of each two
 //! dimensions by one lane.
 
 use cuda_std::shared::{self, Shared};
@@ -14,12 +14,12 @@ use cuda_std::{math, thread, warp};
 use super::{Attend, PAIRS, SPLIT, TILES, Tile, WARPS, WarpAttention, weight};
 use crate::kv::HEAD_DIM;
 
-/// Pairs whose sums meet in shared memory at a time.
+/// Pairs whose sums are combined in shared memory at a time.
 pub(crate) const QUARTER: u32 = PAIRS / 4;
 /// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
 pub(super) const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 
-/// The 8 warps that work on a tile meet; a block may have other warps with other work, and barriers of theirs.
+/// The 8 warps that work on a tile synchronise; a block may have other warps with other work, and barriers of theirs.
 #[inline(always)]
 pub(super) fn sync(barrier: u32) {
     thread::sync_named(barrier, WARPS * 32);
@@ -112,11 +112,12 @@ pub(crate) unsafe fn reduce(
     }
 }
 
-/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps meet once. Shared memory from
-/// `scratch` on is free again after they have met once more.
+/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps synchronise once. Shared memory
+/// from `scratch` on is free again after they have synchronised once more.
 ///
 /// # Safety
-/// The tile has at most [`QUARTER`] pairs. The 8 warps meet once more before anyone writes to the shared memory again.
+/// The tile has at most [`QUARTER`] pairs. The 8 warps synchronise once more before anyone writes to the shared memory
+/// again.
 #[inline(always)]
 pub(crate) unsafe fn reduce_few(
     p: &Attend,
@@ -207,7 +208,7 @@ impl Few {
     /// finds the warps' factors for itself.
     ///
     /// # Safety
-    /// All 8 warps have left what they found, and met.
+    /// All 8 warps have left what they found, and synchronised.
     #[inline(always)]
     unsafe fn add(
         &self,

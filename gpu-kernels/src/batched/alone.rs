@@ -527,10 +527,11 @@ impl Warp<'_> {
     }
 
     /// What [`combine_by_warp`] makes of a row's splits, eight at most, of which the lane left all but the last: it
-    /// reads its own sums again, and their scale, which the first of the pair's lanes left; the warp has met since.
+    /// reads its own sums again, and their scale, which the first of the pair's lanes left; the warp has synchronised
+    /// since.
     ///
     /// # Safety
-    /// The lane left all splits before the item's, and the warp has met since.
+    /// The lane left all splits before the item's, and the warp has synchronised since.
     #[inline(always)]
     unsafe fn combine_own(
         &self,

@@ -368,13 +368,13 @@ unsafe fn find_in_plain(
         let (first, has_keys) = (token * QUERY, first_key <= item.last);
         // Those beyond the last were not loaded: the last instead, whose weight there is 0.
         let last = item.last - first_key.min(item.last);
-        let bring_rest = |kind: u32, slot: Ring| {
+        let bring_rest = |kind: u32, stage: Ring| {
             if let Some(block) = form.beyond()
                 && is_cut(token)
             {
                 let pages = field!(phase, pages: GlobalMut<bf16>);
                 let from = pages.at((block * 2 + kind) as usize * (PAGE_TOKENS * HEAD_DIM) as usize);
-                bring_rest(from.read(), slot.offset());
+                bring_rest(from.read(), stage.offset());
             }
         };
         let mut loaded = [[[0; 4]; 4]; 4];
@@ -422,8 +422,8 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
         loop {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             rings.items.wait_full();
-            let slot = rings.items.stage_buffer();
-            let item = Item::new(slot.at(DESCRIPTION as usize).cast::<u32>().load16(0));
+            let stage = rings.items.stage_buffer();
+            let item = Item::new(stage.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
                 // After that activations may come where all warps have reduced, and where sums were kept.
                 rings.items.release(lane == 0);
@@ -437,20 +437,20 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
             let page = here.first_key() % SPLIT / PAGE_TOKENS;
             let mut found = WarpAttention::NOTHING;
             if page < pages {
-                let form = Form(slot.at(FORMS as usize).cast().load(page as usize));
-                let newest = Newest::load(p, weight, &item, here.first_key(), lane, slot.cast());
-                let slots = [rings.ring.ahead(page), rings.ring.ahead(pages + page)];
-                slots[0].wait_full();
+                let form = Form(stage.at(FORMS as usize).cast().load(page as usize));
+                let newest = Newest::load(p, weight, &item, here.first_key(), lane, stage.cast());
+                let stages = [rings.ring.ahead(page), rings.ring.ahead(pages + page)];
+                stages[0].wait_full();
                 let (g, t) = (lane / 4, lane % 4);
-                let queries = slot.cast::<bf16>();
+                let queries = stage.cast::<bf16>();
                 let query = |i: usize, j: usize| {
                     let pair = g + 8 * i as u32;
                     let from = pair * HEAD_DIM + 8 * t + 32 * j as u32;
                     if pair < here.pairs { queries.load16(from as usize) } else { [0; 4] }
                 };
                 if form.is_packed() {
-                    found = find_in_packed(a, &here, form, slots, position, query);
-                } else if let Some(some) = find_in_plain(p, phase, a, (&item, &here), form, &newest, slots, query) {
+                    found = find_in_packed(a, &here, form, stages, position, query);
+                } else if let Some(some) = find_in_plain(p, phase, a, (&item, &here), form, &newest, stages, query) {
                     found = some;
                 }
             }
@@ -492,18 +492,18 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
 unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f32> {
     let ring = Memory::<ROWS>::ITEM_RING;
     let number = split * tile.pairs + pair;
-    let slot = number / parts_of(ring);
-    let within = number - slot * parts_of(ring);
+    let stage = number / parts_of(ring);
+    let within = number - stage * parts_of(ring);
     // SAFETY: the caller's word.
-    unsafe { shared::dynamic(ring.start + slot * ring.bytes + PART + within * PART_BYTES) }
+    unsafe { shared::dynamic(ring.start + stage * ring.bytes + PART + within * PART_BYTES) }
 }
 
 /// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs
 /// there now, a warp a pair. All warps of the block have written what they know.
 ///
 /// # Safety
-/// All consumers call it, for an item that is the last of a run that the block has; all have met since sums were kept,
-/// and meet again before others are kept there.
+/// All consumers call it, for an item that is the last of a run that the block has; all have synchronised since sums
+/// were kept, and synchronise again before others are kept there.
 #[inline(always)]
 unsafe fn finish<const ROWS: u32>(
     p: &BatchedStep,
@@ -552,7 +552,7 @@ pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bo
             unsafe {
                 count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
                 if count == splits {
-                    // For the next layer, which begins when all have met.
+                    // For the next layer, which begins when all have synchronised.
                     counter.store(0, 0);
                 }
             }

@@ -59,7 +59,7 @@ pub unsafe fn init<const ROWS: u32>() {
 }
 
 /// One lane of each block waits for the other's, now and then: where both read the same weights, and memory is to be
-/// asked for them once. `parity` says whether they met an odd number of times.
+/// asked for them once. `parity` says whether they synchronised an odd number of times.
 ///
 /// # Safety
 /// One lane of each block calls it, always the same, as often as the other's.

@@ -57,7 +57,7 @@ impl Asking {
                 let grid = thread::grid_dim_x();
                 if self.phases <= phase {
                     // All have been told that there was no more in the turn before.
-                    waiting::for_count(p.grid_barriers(), 0, phase * grid);
+                    waiting::long_for_count(p.grid_barriers(), 0, phase * grid);
                     if self.turns == 0 {
                         waiting::for_count(p.pool_words(), 1, grid);
                     }

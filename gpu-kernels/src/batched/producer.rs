@@ -67,7 +67,7 @@ pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = PhaseKind::EMBED;
         let mut asking = Asking::new::<ROWS>();
-        // How often the two blocks' lanes have met.
+        // How often the two blocks' lanes have synchronised.
         let mut steps = 0;
         let mut number = 0;
         while number < p.phase_count {
@@ -147,11 +147,13 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                     let mut first = wave.together(n_tile, 0) * TOGETHER;
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
-                        // Boxes have few bytes, and consumers would wait for them: they are not held back. Where
-                        // nothing is, there is one barrier less to ask.
-                        let most = under_way(filled, alone, weights_under_way::<ROWS>());
-                        if !by_boxes && most < Memory::<ROWS>::RING.stages {
-                            ring.wait_under_way(most);
+                        // Boxes have few bytes, and consumers would wait for them: they are not held back.
+                        if !by_boxes {
+                            let most = under_way(filled, alone, weights_under_way::<ROWS>());
+                            // Where nothing is held back, there is one barrier less to ask.
+                            if most < Memory::<ROWS>::RING.stages {
+                                ring.wait_under_way(most);
+                            }
                         }
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(bytes);

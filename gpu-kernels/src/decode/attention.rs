@@ -5,8 +5,9 @@
 //! The same as for all [consumers](super::consumer): all lanes of the eight warps call what is unsafe here, in the same
 //! order, since they synchronise. Shares and tiles are the step's. The ring's next stages are the pages of the share in
 //! hand, keys first, which the producer has from the same [`Units`]. A warp reads a page when it has waited for it, or
-//! has met one that has, and all release it once. In scratch memory queries come first; behind them lies what queries
-//! are made with, and then the tiles' weights or sums: one is written when all have met behind the other's reading.
+//! has synchronised with one that has, and all release it once. In scratch memory queries come first; behind them lies
+//! what queries are made with, and then the tiles' weights or sums: one is written when all have synchronised since
+//! they read the other.
 
 use core::ops::Range;
 
@@ -102,7 +103,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         unsafe {
             let attend = self.p.work.attend();
             let mut prepared = Prepared { kv_head: 0, tiles: 0..0, staged: true, place: 0, free: 2, turn: 0 };
-            let dealt = (units.group, units.tile_rows);
+            let assigned = (units.group, units.tile_rows);
             let are_whole = ROWS == SEQUENCES && units.are_whole();
             if ONE && units.is_empty() {
                 // As in a product that a block has no N-tile of.
@@ -114,7 +115,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     self.share_of_all::<VECTORS>(&attend, layer, units.group, &share, &mut prepared);
                     continue;
                 }
-                self.share::<VECTORS, ONE>(&attend, layer, dealt, &share, units.is_empty(), &mut prepared);
+                self.share::<VECTORS, ONE>(&attend, layer, assigned, &share, units.is_empty(), &mut prepared);
                 if are_whole {
                     self.combine_share(&attend, &share, units.group.value);
                 }
@@ -280,8 +281,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// others wait, afterwards.
     ///
     /// # Safety
-    /// All consumers call it. The tile's queries are at `slot`, its step's keys are in their pages, and all have met
-    /// since; `own` rows' values come later. The tile has at most [`QUARTER`] pairs.
+    /// All consumers call it. The tile's queries are at `slot`, its step's keys are in their pages, and all have
+    /// synchronised since; `own` rows' values come later. The tile has at most [`QUARTER`] pairs.
     #[inline(always)]
     unsafe fn attend_few<const ONE: bool>(
         &mut self,
@@ -489,8 +490,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The same of chunks that have all arrived, as the warp knows: it has waited for each, or has met who did. What
-    /// lanes have stored there, and read by ordinary loads, they have [fenced](bulk::fence_proxy_async).
+    /// The same of chunks that have all arrived, as the warp knows: it has waited for each, or has synchronised with
+    /// one that did. What lanes have stored there, and read by ordinary loads, they have
+    /// [fenced](bulk::fence_proxy_async).
     ///
     /// # Safety
     /// As for [`release`](Self::release), of such chunks.
@@ -510,7 +512,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// All lanes of a warp call it. `keys` is the stage with the warp's keys, and was waited for; the tiles' queries
-    /// are in place, and all have met since.
+    /// are in place, and all have synchronised since.
     #[inline(always)]
     unsafe fn weigh<const N: usize>(
         &self,

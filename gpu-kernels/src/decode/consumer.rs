@@ -191,8 +191,8 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have met when it
-    /// returns.
+    /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have synchronised
+    /// when it returns.
     ///
     /// # Safety
     /// What the block has to show is written. [`wait`](Self::wait) or [`wait_for_all`](Self::wait_for_all) follows,

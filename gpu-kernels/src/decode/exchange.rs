@@ -36,11 +36,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// The step is done: the last block to say so sees to it that the next one has sequence flags of its own. The
-    /// block's consumers have met.
+    /// block's consumers have synchronised.
     ///
     /// # Safety
-    /// All consumers of the block call it, at the end of the step, when they have met and neither they nor the warps
-    /// beside them have anything to read or write in the exchange any more.
+    /// All consumers of the block call it, at the end of the step, when they have synchronised and neither they nor the
+    /// warps beside them have anything to read or write in the exchange any more.
     #[inline(always)]
     pub unsafe fn use_up_flags(&self) {
         // SAFETY: the caller's word.

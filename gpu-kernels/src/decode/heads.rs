@@ -27,8 +27,8 @@ use crate::step::MAX_DECODE_ROWS;
 
 /// Pieces of four dimensions that a lane takes of a step's values.
 const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
-/// Until weights or sums meet there: each row's 64 cosines and 64 sines, then the weights of the queries' and of the
-/// keys' norm.
+/// Until weights or sums are put there: each row's 64 cosines and 64 sines, then the weights of the queries' and of
+/// the keys' norm.
 const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
@@ -37,7 +37,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// warp has something else to do when rows are few.
     ///
     /// # Safety
-    /// All consumers call it. Nobody uses the memory behind queries before they have met.
+    /// All consumers call it. Nobody uses the memory behind queries before they have synchronised.
     #[inline(always)]
     pub unsafe fn stage(&self, layer: u32) {
         // SAFETY: the caller's word.
@@ -62,7 +62,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// What a lane needs of that for a query, or a key, of `row`.
     ///
     /// # Safety
-    /// [`stage`](Self::stage) has brought them, the consumers have met since, and nothing else came there.
+    /// [`stage`](Self::stage) has brought them, the consumers have synchronised since, and nothing else came there.
     #[inline(always)]
     unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
         // SAFETY: the caller's word.
@@ -83,9 +83,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// vector, `N` under way at a time. `WGMMA`: all queries as rows for `wgmma`, of one tile.
     ///
     /// # Safety
-    /// All consumers call it, for the share that comes next in the ring, and meet before queries, keys or values are
-    /// read. `tiles` are at most as many as there are places for queries, whose content nobody reads any more; `own`
-    /// are rows that have their keys in the share's split. [`stage`](Self::stage) came before, unless `ONE`.
+    /// All consumers call it, for the share that comes next in the ring, and synchronise before queries, keys or values
+    /// are read. `tiles` are at most as many as there are places for queries, whose content nobody reads any more;
+    /// `own` are rows that have their keys in the share's split. [`stage`](Self::stage) came before, unless `ONE`.
     #[inline(always)]
     pub unsafe fn vectors<const N: usize, const ONE: bool, const WGMMA: bool>(
         &self,
@@ -228,8 +228,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// after the next barrier.
     ///
     /// # Safety
-    /// All consumers call it, and meet before values are read. The share's keys were released, and `own` are rows that
-    /// have theirs in its split.
+    /// All consumers call it, and synchronise before values are read. The share's keys were released, and `own` are
+    /// rows that have theirs in its split.
     #[inline(always)]
     pub unsafe fn put_values(&self, kv_head: u32, own: Range<u32>, warp_id: u32) {
         let (heads, d) = (self.p.work.heads(), thread::opaque(thread::lane_id()) * 4);

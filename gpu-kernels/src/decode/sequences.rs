@@ -1,6 +1,6 @@
 //! Attention of a step whose rows are of several sequences: those of one lie together, and follow each other.
 //!
-//! A unit is a tile of a sequence's rows against a split of one key-value head of that sequence. Units are dealt by
+//! A unit is a tile of a sequence's rows against a split of one key-value head of that sequence. Units are assigned by
 //! sequence, then key-value head, then split, then tile, so that a block's consecutive units share keys and values, or
 //! come from consecutive splits. Where heads are about as many as blocks, a block takes whole ones and adds their
 //! splits itself.

@@ -4,7 +4,7 @@
 //! ```text
 //! warpgroup w   S[64 pairs, 128 keys]  = Q · Kᵀ    of pages 2 w and 2 w + 1 of the split
 //!               P = exp2(S − max), for each 32 keys a maximum; where the page's keys were, which nobody reads again
-//! both meet
+//! both synchronise
 //! warpgroup w   O[64 pairs, 64 dims]  += P · V     of all keys, 32 at a time; dimensions from 64 w on
 //! ```
 //!
@@ -17,8 +17,8 @@
 //! # Safety
 //! The same as for other [attention](super::attention). All lanes of the consumers' two warpgroups call what is unsafe
 //! here, in the same order: each product is a warpgroup's together. Operands are complete in shared memory; what was
-//! written there by stores was fenced, and all have met since. Nobody writes or releases them before the product was
-//! waited for.
+//! written there by stores was fenced, and all have synchronised since. Nobody writes or releases them before the
+//! product was waited for.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::swizzled;
@@ -213,7 +213,7 @@ impl Scales {
     /// A window's maximum and normaliser count for nothing where it has no keys.
     ///
     /// # Safety
-    /// All windows of the lane's pairs were left, and all consumers have met since.
+    /// All windows of the lane's pairs were left, and all consumers have synchronised since.
     #[inline(always)]
     unsafe fn factors(self) -> Factors {
         let mut found = Factors { windows: [[0.0; 2]; WINDOWS as usize], tops: [0.0; 2], norms: [0.0; 2] };
@@ -244,8 +244,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// All consumers call it. The step has at most [`ALL_PAIRS`] pairs; their queries, and the keys and values that the
-    /// step adds to the split, are in place and fenced, and all have met since. `turn` grows by one from share to
-    /// share.
+    /// step adds to the split, are in place and fenced, and all have synchronised since. `turn` grows by one from share
+    /// to share.
     #[inline(always)]
     pub unsafe fn attend_all(&mut self, attend: &Attend, share: &Share, group: Divisor, turn: u32) {
         // SAFETY: the caller's word.
@@ -328,7 +328,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// What all pairs weigh the keys of two pages by, to where these keys were.
     ///
     /// # Safety
-    /// All consumers call it. With `has_paths` all have scored the rows' keys, and met: weights come where keys are.
+    /// All consumers call it. With `has_paths` all have scored the rows' keys, and synchronised: weights come where
+    /// keys are.
     #[inline(always)]
     unsafe fn weigh_all(
         &self,
@@ -388,7 +389,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// is done by `mma`, which lets each row have values of its own.
     ///
     /// # Safety
-    /// All weights and their [`Scales`] were left, the pages of values waited for, and all consumers have met since.
+    /// All weights and their [`Scales`] were left, the pages of values waited for, and all consumers have synchronised
+    /// since.
     #[inline(always)]
     unsafe fn add_all_paths(
         &self,
@@ -448,7 +450,7 @@ unsafe fn operands(ring: Ring, pages: u32, half: u32, page: u32, window: u32) ->
 ///
 /// # Safety
 /// All lanes of a warpgroup call it. All weights were left and fenced, the pages of values waited for, and all
-/// consumers have met since.
+/// consumers have synchronised since.
 #[inline(always)]
 unsafe fn add_all(ring: Ring, pages: u32, half: u32, factors: &Factors) -> Sums {
     let mut sums = [[0f32; 4]; 8];

@@ -19,19 +19,19 @@
 //! # Safety
 //! As for [the GEMMs of bf16](super), and the scales are as [`E4m3`] says. What multiplies is called by whole
 //! warpgroups, each of which has outputs and two sets of inner sums in its accumulators. The scales of a stage are read
-//! by ordinary loads, all of which are done when the stage is freed.
+//! by ordinary loads, for which no `wgmma` waits: so each warp releases a stage, when its loads are done.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, bulk, kernel, math, tensor, thread, warp};
 
 use super::epilogue::{AddTo, Epilogue, Half, Next, Qkv, SwiGlu, SwiGluCoded, Write, elected};
-use super::{BOX_BYTES, DEPTH, Gemm, InOrder, Inputs, STEP_BYTES, Tiles, WEIGHT_ROWS, X_BYTES, free, gemm_of, wait};
-use super::{GROUP_ROWS, THREADS, TILE_ROWS};
+use super::tile_scheduler::{InOrder, Tiles};
+use super::{BOX_BYTES, DEPTH, GROUP_ROWS, Gemm, Inputs, THREADS, TILE_ROWS, WEIGHT_ROWS, X_BYTES, gemm_of, wait};
 use crate::e4m3::GROUP;
 use crate::linear::N_TILE;
 use crate::ring::{Ring, Shape};
-use crate::stream::TOGETHER;
+use crate::stream::{STEP_BYTES, TOGETHER};
 
 const _: () = assert!(GROUP == 2 * DEPTH && TOGETHER * N_TILE == WEIGHT_ROWS && WEIGHT_ROWS == 128);
 
@@ -103,11 +103,17 @@ struct StageScales {
 }
 
 impl StageScales {
-    /// The products of each row's with the weights', `[row][which of two]`. They are made now, so that what they are
-    /// made of has been read when the stage is freed; and not sooner, since loads take their time.
+    /// The products of each row's with the weights', `[row][which of two]`; the warp has released the stage then. They
+    /// are made before that, so that what they are made of has been read; and not sooner, since loads take their time.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, once for each stage. These are the stage's, and the MMAs that read it are done.
     #[inline(always)]
-    fn products(self) -> [[f32; 2]; 2] {
-        self.x.map(|x| self.w.map(|w| f32::from_bits(thread::opaque((x * w).to_bits()))))
+    unsafe fn release(self, ring: &Ring) -> [[f32; 2]; 2] {
+        let products = self.x.map(|x| self.w.map(|w| f32::from_bits(thread::opaque((x * w).to_bits()))));
+        // SAFETY: the caller's word.
+        unsafe { release(ring) };
+        products
     }
 }
 
@@ -124,7 +130,7 @@ impl Operands {
     ///
     /// # Safety
     /// The warpgroup calls it, and the set's MMAs are done and their sums added. `full` holds only if the stage was
-    /// found so. `ring` is freed after the MMAs are done and the scales have become products.
+    /// found so. The stage is [released](StageScales::release) after the MMAs are done.
     #[inline(always)]
     unsafe fn multiply<E: Epilogue, const SECOND: bool>(self, ring: &Ring, full: bool) -> StageScales {
         // SAFETY: the caller's word.
@@ -155,7 +161,7 @@ impl Operands {
     /// The warpgroup calls it for the tile that the ring's next stages are of, with as many groups as these, an even
     /// number and not 0. No MMAs are under way.
     #[inline(always)]
-    unsafe fn tile<E: Epilogue, const DOWN: u32, const ACROSS: u32>(self, ring: &mut Ring, groups: u32) {
+    unsafe fn tile<E: Epilogue>(self, ring: &mut Ring, groups: u32) {
         // SAFETY: the caller's word.
         unsafe {
             each_output!({
@@ -170,16 +176,14 @@ impl Operands {
                 let second = ring.ahead(1);
                 let odd = self.multiply::<E, true>(&second, full);
                 wgmma::wait::<1>();
-                let scales = even.products();
-                free::<DOWN, ACROSS>(*ring);
+                let scales = even.release(ring);
                 *ring = second.ahead(1);
                 // Asked before the sums are added: an answer takes its time.
                 full = ring.is_full();
                 add_scaled!(0, scales);
                 even = self.multiply::<E, false>(ring, full);
                 wgmma::wait::<1>();
-                let scales = odd.products();
-                free::<DOWN, ACROSS>(second);
+                let scales = odd.release(&second);
                 full = ring.ahead(1).is_full();
                 add_scaled!(SECOND_SET, scales);
                 pairs -= 1;
@@ -187,9 +191,7 @@ impl Operands {
             let second = ring.ahead(1);
             let odd = self.multiply::<E, true>(&second, full);
             wgmma::wait::<0>();
-            let (even, odd) = (even.products(), odd.products());
-            free::<DOWN, ACROSS>(*ring);
-            free::<DOWN, ACROSS>(second);
+            let (even, odd) = (even.release(ring), odd.release(&second));
             add_scaled!(0, even);
             add_scaled!(SECOND_SET, odd);
             *ring = second.ahead(1);
@@ -211,19 +213,30 @@ impl Next for Apart {
     unsafe fn step(&mut self) {}
 }
 
-/// Releases so many stages as they come. The warpgroup's lanes synchronise at this barrier: one that lags behind would
-/// take a later fill of a stage for the one that it waits for.
+/// Releases a stage, for the warp.
 ///
 /// # Safety
-/// The warpgroup calls it, and nobody else uses the barrier meanwhile. So many stages come.
+/// All lanes of the warp call it, once for each stage, and are done with it.
 #[inline(always)]
-unsafe fn skip<const DOWN: u32, const ACROSS: u32>(ring: &mut Ring, mut stages: u32, barrier: u32) {
+unsafe fn release(ring: &Ring) {
+    // SAFETY: the caller's word.
+    unsafe {
+        warp::sync_warp();
+        ring.empty().arrive_if(thread::opaque(thread::lane_id()) == 0);
+    }
+}
+
+/// Releases so many stages as they come.
+///
+/// # Safety
+/// The warpgroup calls it. So many stages come.
+#[inline(always)]
+unsafe fn skip(ring: &mut Ring, mut stages: u32) {
     while stages > 0 {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's word; nothing was read.
         unsafe {
             ring.wait_full();
-            thread::sync_named(barrier, super::GROUP);
-            free::<DOWN, ACROSS>(*ring);
+            release(ring);
         }
         *ring = ring.ahead(1);
         stages -= 1;
@@ -240,6 +253,7 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
     const COPIED: u32 = X_SCALES + W_SCALES;
     const SPLIT: bool = false;
     const SHARERS: u32 = SHARERS;
+    const RELEASES: u32 = 8;
 
     #[inline(always)]
     fn ring(_: u32) -> Shape {
@@ -262,6 +276,7 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
 
     #[inline(always)]
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles) {
+        const { assert!(DOWN * ACROSS == 1, "a stage is released in its own block alone") };
         // SAFETY: the caller's word.
         unsafe {
             // From a shuffle the assembler knows that a warp's lanes agree: so it also knows that they go the same way
@@ -287,11 +302,11 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
                 if inside {
                     // Likewise.
                     ring = ring.of_lane(0);
-                    operands.tile::<E, DOWN, ACROSS>(&mut ring, p.slices());
+                    operands.tile::<E>(&mut ring, p.slices());
                 } else {
                     // Of few rows this warpgroup has none, or another block has them: it leaves the tensor cores to the
                     // other.
-                    skip::<DOWN, ACROSS>(&mut ring, p.slices(), half.barrier);
+                    skip(&mut ring, p.slices());
                 }
                 let ahead = E::ahead::<128>(p, &half, inside, early);
                 if inside {
@@ -305,14 +320,14 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
     }
 }
 
-/// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows; `DOWN` × `ACROSS` blocks take theirs together.
+/// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows, each for so many blocks.
 ///
 /// # Safety
 /// As the parameter block says. All threads of every block call it.
 #[inline(always)]
-pub unsafe fn gemm_e4m3<E: Epilogue, const DOWN: u32, const ACROSS: u32>(p: &GemmE4m3) {
+pub unsafe fn gemm_e4m3<E: Epilogue, const SHARERS: u32>(p: &GemmE4m3) {
     // SAFETY: the caller's word.
-    unsafe { gemm_of::<E, SharedBy<1>, 128, DOWN, ACROSS>(&p.gemm, SharedBy(p.scales)) }
+    unsafe { gemm_of::<E, SharedBy<SHARERS>, 128, 1, 1>(&p.gemm, SharedBy(p.scales)) }
 }
 
 macro_rules! kernels {
@@ -321,14 +336,14 @@ macro_rules! kernels {
         #[kernel(threads = THREADS, min_blocks = 1)]
         pub unsafe fn $name(p: GemmE4m3) {
             // SAFETY: the launcher's word: memory is as the parameter block says.
-            unsafe { gemm_e4m3::<$epilogue, 1, 1>(&p) }
+            unsafe { gemm_e4m3::<$epilogue, 1>(&p) }
         }
         $(
             #[doc = concat!($what, " Of e4m3, with two blocks for each tile.")]
             #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $shared(p: GemmE4m3) {
                 // SAFETY: the launcher's word: memory is as the parameter block says.
-                unsafe { gemm_of::<$epilogue, SharedBy<2>, 128, 1, 1>(&p.gemm, SharedBy(p.scales)) }
+                unsafe { gemm_e4m3::<$epilogue, 2>(&p) }
             }
         )?
     )* };

@@ -58,7 +58,7 @@ impl Keys {
     }
 
     /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads that
-    /// search must call it; they meet in `sync`.
+    /// search must call it; they synchronise in `sync`.
     ///
     /// # Safety
     /// All threads that search call it, thread 0 among them. The first 8 bytes of dynamic shared memory are theirs.

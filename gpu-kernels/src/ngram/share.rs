@@ -257,7 +257,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
 /// for several sequences at a time, so that their loads do not wait for each other.
 ///
 /// # Safety
-/// The block's threads have left the chunk's drafts in shared memory, and met.
+/// The block's threads have left the chunk's drafts in shared memory, and synchronised.
 #[inline(always)]
 unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
     // SAFETY: the caller's word.

@@ -87,8 +87,8 @@ pub(crate) struct Drafted<T> {
     pub(crate) token: T,
 }
 
-/// The same by the first `warps` warps of a block, a power of two, which meet in `sync`; with the tiles that `ahead`
-/// has. The first warp is told what it has written, as far as a lane has one draft.
+/// The same by the first `warps` warps of a block, a power of two, which synchronise in `sync`; with the tiles that
+/// `ahead` has. The first warp is told what it has written, as far as a lane has one draft.
 ///
 /// # Safety
 /// The first `warps` warps of each block call it, whole, and no other; `sync` is a barrier of these. The first 8 bytes

@@ -3,7 +3,7 @@
 //! # Safety
 //! Whole CTAs call these functions, or whole warps where warps have slices of their own. Inputs are as the launch's
 //! parameter block says, a row's logits are one row of them, and its slice is within the vocabulary. Where logits are
-//! changed, the [choice](Choice) lies in shared memory, the CTA has met since, and nobody writes it meanwhile.
+//! changed, the [choice](Choice) lies in shared memory, the CTA has synchronised since, and nobody writes it meanwhile.
 
 use cuda_std::{Global, shared, thread};
 

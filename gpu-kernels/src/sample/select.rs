@@ -8,7 +8,7 @@
 //! Whole CTAs call these functions, all of a team with the same question, weights and target, since they wait for each
 //! other. Rows are as [`row`](super::row) asks. A CTA has [`SHARED_BYTES`](super::SHARED_BYTES) of dynamic shared
 //! memory to itself; its histogram and its words of results are in use until [`select`] returns, and afterwards until
-//! the CTA has met.
+//! the CTA has synchronised.
 
 use core::marker::PhantomData;
 

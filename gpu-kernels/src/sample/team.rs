@@ -1,6 +1,6 @@
 //! The CTAs that work on one row of logits: who has which slice of the vocabulary, and what they tell each other.
 //!
-//! Split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results meet in
+//! Split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results are combined in
 //! [scratch](SCRATCH_WORDS) memory. All CTAs are resident at once, so they may wait for each other there. A row that
 //! one CTA has alone needs none of it.
 //!
@@ -54,15 +54,15 @@ pub(crate) struct Team {
     /// Which slice is this CTA's.
     pub rank: u32,
     scratch: GlobalMut<u64>,
-    /// How often the team has met.
-    met: u32,
+    /// How often the team has synchronised.
+    syncs: u32,
 }
 
 impl Team {
     /// `scratch`: the row's. The team has at least one CTA.
     #[inline(always)]
     pub fn new(splits: u32, rank: u32, scratch: GlobalMut<u64>) -> Self {
-        Self { splits, rank, scratch, met: 0 }
+        Self { splits, rank, scratch, syncs: 0 }
     }
 
     /// A team of this CTA alone, after the [last](Self::is_last) one has [reset](Self::reset) it.
@@ -92,11 +92,11 @@ impl Team {
     unsafe fn team_barrier(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
-            self.met += 1;
+            self.syncs += 1;
             thread::sync_threads();
             if thread::thread_idx_x() == 0 {
                 atomic::fetch_add(self.arrivals(), 0, 1, Ordering::Release, Scope::Device);
-                waiting::for_count(self.arrivals(), 0, self.met * self.splits);
+                waiting::for_count(self.arrivals(), 0, self.syncs * self.splits);
             }
             thread::sync_threads();
         }
@@ -113,12 +113,12 @@ impl Team {
                 thread::sync_threads();
                 return true;
             }
-            self.met += 1;
+            self.syncs += 1;
             thread::sync_threads();
             let told = shared::dynamic::<u32>(RESULT);
             if thread::thread_idx_x() == 0 {
                 let before = atomic::fetch_add(self.arrivals(), 0, 1, Ordering::AcqRel, Scope::Device);
-                told.store(0, u32::from(before + 1 == self.met * self.splits));
+                told.store(0, u32::from(before + 1 == self.syncs * self.splits));
             }
             thread::sync_threads();
             told.load(0) == 1
@@ -260,16 +260,16 @@ impl Team {
     /// The histogram between this barrier and the next. There are three: one is read while the next is added to, and a
     /// third is made zero.
     #[inline(always)]
-    unsafe fn histogram(&self, met: u32) -> GlobalMut<u64> {
+    unsafe fn histogram(&self, syncs: u32) -> GlobalMut<u64> {
         // SAFETY: the caller's word.
-        unsafe { self.scratch.at(HISTOGRAMS + (met % 3 * BINS) as usize) }
+        unsafe { self.scratch.at(HISTOGRAMS + (syncs % 3 * BINS) as usize) }
     }
 
     #[inline(always)]
     unsafe fn clear_next_histogram(&self) {
         // SAFETY: the caller's word.
         unsafe {
-            let next = self.histogram(self.met + 1);
+            let next = self.histogram(self.syncs + 1);
             let mut bin = self.rank * THREADS + thread::thread_idx_x();
             while bin < BINS {
                 next.store(bin as usize, 0);
@@ -281,7 +281,7 @@ impl Team {
     /// Adds the CTAs' histograms, of which this thread knows these bins, `first` and those after it: the team's.
     ///
     /// # Safety
-    /// Each bin is one thread's, and below [`BINS`]. The histogram was made zero: the team has met in
+    /// Each bin is one thread's, and below [`BINS`]. The histogram was made zero: the team has synchronised in
     /// [`max`](Self::max) or here last.
     #[inline(always)]
     pub unsafe fn add_bins<const N: usize>(&mut self, first: u32, bins: [u64; N]) -> [u64; N] {
@@ -290,7 +290,7 @@ impl Team {
             if self.splits == 1 {
                 return bins;
             }
-            let all = self.histogram(self.met).at(first as usize);
+            let all = self.histogram(self.syncs).at(first as usize);
             self.clear_next_histogram();
             unroll!(I < N of 8; {
                 if bins[I] != 0 {

@@ -17,7 +17,7 @@ use super::run::BatchOptions;
 use super::running::Running;
 use crate::Error;
 use crate::cpu::{DRAFT_COST, memory};
-use crate::draft::{Draft, DraftCheckpoint, Proposal, masks};
+use crate::draft::{Draft, DraftCheckpoint, DraftTokens, masks};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
@@ -189,7 +189,7 @@ impl BatchBackend for CpuBatch {
             1 => Drafting::Here(&self.slots[work.slot as usize].running),
             _ => Drafting::No,
         };
-        let drafts = self.drafters.propose(plan, DRAFT_COST, drafting, |_| Proposal::default())?;
+        let drafts = self.drafters.propose(plan, DRAFT_COST, drafting, |_| DraftTokens::default())?;
         let mut rows = Vec::new();
         for (work, drafts) in plan.work.iter().zip(&drafts) {
             let slot = &self.slots[work.slot as usize];

@@ -12,13 +12,13 @@ use super::plan::{Plan, Slot, Work};
 use super::running::Running;
 use crate::Error;
 use crate::backend::Drafted;
-use crate::draft::{Draft, NgramDraft, Proposal};
+use crate::draft::{Draft, DraftTokens, NgramDraft};
 
 /// Drafts for a work.
 #[derive(Clone, Default)]
 pub struct Drafts {
     /// What was found.
-    pub proposal: Proposal,
+    pub proposal: DraftTokens,
     /// How many of them, from the first on, run.
     pub count: usize,
     /// How many of them, from the first on, a model has said.
@@ -126,7 +126,7 @@ impl Drafters {
         plan: &Plan,
         cost: drafting::Cost,
         drafting: impl Fn(&Work) -> Drafting<'a>,
-        mut elsewhere: impl FnMut(&Work) -> Proposal,
+        mut elsewhere: impl FnMut(&Work) -> DraftTokens,
     ) -> Result<Vec<Drafts>, Error> {
         let Some(settings) = self.settings.filter(|_| plan.draft_threshold > 0) else {
             return Ok(vec![Drafts::default(); plan.work.len()]);
@@ -137,12 +137,12 @@ impl Drafters {
         let most = |work: &Work| work.most_drafts.min(draft.tokens);
         // Which drafts there are does not depend on the budget, only how many of them are tried.
         let guess = |(work, sequence): (&Work, &Drafting<'_>)| {
-            let Drafting::Here(running) = sequence else { return Proposal::default() };
+            let Drafting::Here(running) = sequence else { return DraftTokens::default() };
             let mut guess = running.guess.clone();
             guess.tokens.truncate(most(work) as usize);
             guess
         };
-        let mut found: Vec<Proposal> = plan.work.iter().zip(&sequences).map(guess).collect();
+        let mut found: Vec<DraftTokens> = plan.work.iter().zip(&sequences).map(guess).collect();
         for ((work, sequence), found) in plan.work.iter().zip(&sequences).zip(&mut found) {
             if matches!(sequence, Drafting::Elsewhere(_)) && work.most_drafts > 0 {
                 *found = elsewhere(work);
@@ -179,7 +179,7 @@ impl Drafters {
             let mut acceptance = if proposal.forced { drafting::ONE } else { sequence.acceptance };
             if by_model > 0 {
                 acceptance = self.model.as_ref().map_or(acceptance, |model| model.acceptance(work.slot));
-                proposal = Proposal { tokens: extended(&settings, sequence, chain, most(work)), forced: false };
+                proposal = DraftTokens { tokens: extended(&settings, sequence, chain, most(work)), forced: false };
             }
             proposal.tokens.truncate(room as usize);
             let count = drafting::worthwhile(acceptance, draft.cost(cost), others, proposal.tokens.len() as u32);
@@ -225,7 +225,7 @@ mod tests {
     use gpu_kernels::drafting::Cost;
     use gpu_kernels::ngram::reference;
 
-    use super::{DraftBudget, Drafters, Drafting, NgramDraft, Plan, Proposal, Running, Work};
+    use super::{DraftBudget, DraftTokens, Drafters, Drafting, NgramDraft, Plan, Running, Work};
 
     #[test]
     fn a_row_that_ends_a_prompt_is_owed_its_place_in_the_budget() {
@@ -247,7 +247,7 @@ mod tests {
                 let count = drafts.iter().map(|drafts| drafts.count).sum::<usize>();
                 assert_eq!(count, 4, "{may_draft:?}, {elsewhere:?}");
             }
-            let late = |_: &Work| Proposal::default();
+            let late = |_: &Work| DraftTokens::default();
             let mut drafters = Drafters::new(Some(draft.into()));
             let drafts = drafters.propose(&plan, Cost::default(), |_| Drafting::Elsewhere(&running), late).unwrap();
             assert!(drafts.iter().all(|drafts| drafts.count == 0));

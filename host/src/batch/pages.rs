@@ -64,7 +64,7 @@ struct Indexed {
 
 /// Where a page with some content is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum PageLocation {
     /// On the device.
     Device(Page),
     /// In the host tier alone.
@@ -75,7 +75,7 @@ pub enum Place {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefixMatch {
     /// Full pages from the start, and the content up to the end of each.
-    pub pages: Vec<(Place, Content)>,
+    pub pages: Vec<(PageLocation, Content)>,
     /// A page whose first tokens, so many, are the ones that follow.
     pub partial: Option<(Page, usize)>,
 }
@@ -84,8 +84,8 @@ impl PrefixMatch {
     /// Its full pages that are on the device.
     pub fn on_device(&self) -> impl Iterator<Item = Page> {
         self.pages.iter().filter_map(|(place, _)| match place {
-            Place::Device(page) => Some(*page),
-            Place::Host(_) => None,
+            PageLocation::Device(page) => Some(*page),
+            PageLocation::Host(_) => None,
         })
     }
 }
@@ -149,10 +149,10 @@ impl Pages {
             let key = (before, Arc::from(chunk), prompt.min(self.page_tokens));
             if let Some(&page) = self.index.get(&key) {
                 before = self.content(page);
-                found.pages.push((Place::Device(page), before));
+                found.pages.push((PageLocation::Device(page), before));
             } else if let Some(content) = self.tier.content(&key) {
                 before = content;
-                found.pages.push((Place::Host(key), before));
+                found.pages.push((PageLocation::Host(key), before));
             } else {
                 return PrefixMatch { partial: self.begins_like(before, chunk, prompt), ..found };
             }
@@ -264,10 +264,10 @@ impl Pages {
     }
 
     /// Where in the host tier a page is, for the plan in the making to read; none if it is on the device.
-    pub fn read(&mut self, place: &Place) -> Option<HostPage> {
+    pub fn read(&mut self, place: &PageLocation) -> Option<HostPage> {
         match place {
-            Place::Device(_) => None,
-            Place::Host(key) => self.tier.read(key),
+            PageLocation::Device(_) => None,
+            PageLocation::Host(key) => self.tier.read(key),
         }
     }
 
@@ -313,7 +313,7 @@ mod tests {
     fn a_text_is_found_by_whole_pages_and_the_start_of_one_more() {
         let (pages, used) = with(8, &[1, 2, 3, 4, 5, 6, 7, 8]);
         let found = pages.find(&[1, 2, 3, 4, 5, 6, 9, 9, 9], 99);
-        assert_eq!(found.pages.iter().map(|p| p.0.clone()).collect::<Vec<_>>(), [Place::Device(used[0])]);
+        assert_eq!(found.pages.iter().map(|p| p.0.clone()).collect::<Vec<_>>(), [PageLocation::Device(used[0])]);
         assert_eq!(found.partial, Some((used[1], 2)));
         // The same tokens elsewhere are another content.
         assert_eq!(pages.find(&[5, 6, 7, 8], 99), PrefixMatch::default());
@@ -372,8 +372,8 @@ mod tests {
         // What they hold is what it was.
         let found = pages.find(&text, 99);
         assert_eq!(found.pages.iter().map(|p| p.1).collect::<Vec<_>>(), [before.pages[0].1, before.pages[1].1]);
-        assert!(found.pages.iter().all(|(place, _)| matches!(place, Place::Host(_))));
-        let (Place::Host(key), content) = found.pages[1].clone() else { panic!("{found:?}") };
+        assert!(found.pages.iter().all(|(place, _)| matches!(place, PageLocation::Host(_))));
+        let (PageLocation::Host(key), content) = found.pages[1].clone() else { panic!("{found:?}") };
         assert_eq!(pages.tier.read(&key), Some(0));
         pages.restore(taken[0], key, content);
         // What the plan reads stays; the other place goes to whom wants one.

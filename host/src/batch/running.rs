@@ -8,7 +8,7 @@ use model::{Matcher, Sampling};
 
 use super::backend::Start;
 use super::draft::Drafts;
-use crate::draft::{NgramDraft, Proposal, confirm, learned};
+use crate::draft::{DraftTokens, NgramDraft, confirm, learned};
 
 /// A running sequence.
 #[derive(Clone, Default)]
@@ -28,7 +28,7 @@ pub struct Running {
     /// What n-gram matches were worth of late.
     pub acceptance: u32,
     /// What was found to follow the newest token, if it was looked for.
-    pub guess: Proposal,
+    pub guess: DraftTokens,
     /// If its answer has a form: where in it the newest token is.
     pub form: Option<Arc<Mutex<Matcher>>>,
 }
@@ -51,7 +51,7 @@ impl Running {
             stop_tokens: start.stop_tokens.to_vec(),
             logprobs: start.logprobs,
             acceptance: drafting::UNTRIED,
-            guess: Proposal::default(),
+            guess: DraftTokens::default(),
         }
     }
 
@@ -84,7 +84,7 @@ impl Running {
 
     /// Looks for what may follow the newest token, as far as it can be told without a model.
     pub fn look(&mut self, draft: &NgramDraft) {
-        let guess = Proposal::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut());
+        let guess = DraftTokens::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut());
         self.guess = guess;
     }
 

@@ -29,14 +29,14 @@ pub const MAIN: &str = "main";
 /// Every module of this crate, once for each level.
 pub static IMAGES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
-/// Which of a module's forms the driver is given.
+/// In which format the driver is given a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Form {
+pub(super) enum ModuleFormat {
     MachineCode,
     Ptx,
 }
 
-impl fmt::Display for Form {
+impl fmt::Display for ModuleFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::MachineCode => "the machine code",
@@ -48,7 +48,7 @@ impl fmt::Display for Form {
 /// Where a module's kernels came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Origin {
-    BuiltIn(Form),
+    BuiltIn(ModuleFormat),
     File(String),
 }
 
@@ -58,9 +58,9 @@ pub(super) type Layouts = BTreeMap<String, u64>;
 impl Image {
     /// Loads what the driver takes: machine code first, which has no more to be compiled. An older driver refuses it,
     /// and has the text.
-    pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], Form) -> Result<M, Error>) -> Result<M, Error> {
+    pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], ModuleFormat) -> Result<M, Error>) -> Result<M, Error> {
         if let Some(code) = self.machine_code {
-            match load(code, Form::MachineCode) {
+            match load(code, ModuleFormat::MachineCode) {
                 Ok(module) => return Ok(module),
                 Err(error) => tracing::debug!(
                     "the driver does not take the machine code of module {} ({error}), and compiles the PTX",
@@ -68,7 +68,7 @@ impl Image {
                 ),
             }
         }
-        load(self.ptx.as_bytes(), Form::Ptx)
+        load(self.ptx.as_bytes(), ModuleFormat::Ptx)
     }
 
     /// Checks that a module holds this one's kernels, with the same parameter blocks.
@@ -203,15 +203,15 @@ mod tests {
         let image = Image { machine_code: Some(b"\x7fELF"), ..*main() };
         let refused = |doing: &str| Error::Driver { doing: doing.into(), reason: "no kernel image".into() };
         let mut tried = Vec::new();
-        let loaded = image.load(|bytes, form| {
-            tried.push(form);
+        let loaded = image.load(|bytes, format| {
+            tried.push(format);
             if bytes.starts_with(b"\x7fELF") { Err(refused("machine code")) } else { Ok(bytes.len()) }
         });
         assert_eq!(loaded.unwrap(), image.ptx.len());
-        assert_eq!(tried, [Form::MachineCode, Form::Ptx]);
+        assert_eq!(tried, [ModuleFormat::MachineCode, ModuleFormat::Ptx]);
         // Taken, it is all that is loaded; refused both, the text's error tells why.
         assert_eq!(image.load(|bytes, _| Ok(bytes.len())).unwrap(), 4);
-        let both = image.load::<()>(|_, form| Err(refused(&form.to_string())));
+        let both = image.load::<()>(|_, format| Err(refused(&format.to_string())));
         assert!(both.unwrap_err().to_string().contains("the PTX"));
         // Without machine code there is nothing else to try.
         let plain = Image { machine_code: None, ..*main() };
@@ -257,8 +257,8 @@ mod tests {
     #[test]
     fn a_kernel_that_was_built_with_another_block_is_never_launched() {
         let layouts = Layouts::from([("accept".into(), 7)]);
-        assert!(check_kernel("accept", 7, &layouts, &Origin::BuiltIn(Form::Ptx)).is_ok());
-        let error = check_kernel("accept", 8, &layouts, &Origin::BuiltIn(Form::Ptx)).unwrap_err().to_string();
+        assert!(check_kernel("accept", 7, &layouts, &Origin::BuiltIn(ModuleFormat::Ptx)).is_ok());
+        let error = check_kernel("accept", 8, &layouts, &Origin::BuiltIn(ModuleFormat::Ptx)).unwrap_err().to_string();
         assert!(error.contains("accept") && error.contains("cargo clean"), "{error}");
     }
 }

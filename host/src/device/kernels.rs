@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cust::sys;
 
 use super::cuda::check;
-use super::images::{self, Form, Images, Layouts, MAIN, Origin};
+use super::images::{self, Images, Layouts, MAIN, ModuleFormat, Origin};
 use super::{DeviceOptions, Entry, Level};
 use crate::Error;
 use crate::timed::timed;
@@ -49,7 +49,7 @@ impl Kernels {
     /// Whether the main module is machine code that is built in, and no file takes the place of any of it.
     pub(super) fn has_machine_code(&self) -> bool {
         let main = self.modules.get(MAIN).filter(|_| self.file.is_none());
-        main.is_some_and(|main| main.origin == Origin::BuiltIn(Form::MachineCode))
+        main.is_some_and(|main| main.origin == Origin::BuiltIn(ModuleFormat::MachineCode))
     }
 
     /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.
@@ -117,8 +117,8 @@ impl Loaded {
     fn built_in(images: &Images, module: &str) -> Result<Self, Error> {
         let unknown = || Error::NoModule { module: module.to_owned() };
         let image = images.find(module).ok_or_else(unknown)?;
-        let what = |form: Form| format!("loading {form} of module {module} for {}", image.arch);
-        let loaded = image.load(|bytes, form| timed(&what(form), || Self::new(bytes, Origin::BuiltIn(form))))?;
+        let what = |format: ModuleFormat| format!("loading {format} of module {module} for {}", image.arch);
+        let loaded = image.load(|bytes, format| timed(&what(format), || Self::new(bytes, Origin::BuiltIn(format))))?;
         image.check(&loaded.layouts, &loaded.origin)?;
         Ok(loaded)
     }

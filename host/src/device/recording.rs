@@ -10,12 +10,12 @@ use crate::Error;
 #[derive(Default)]
 pub(super) struct Recording {
     under_way: AtomicBool,
-    kept: Mutex<Kept>,
+    deferred: Mutex<DeferredFrees>,
 }
 
-/// Memory that recorded work may still use.
+/// Memory that is freed later, since recorded work may still use it.
 #[derive(Default)]
-struct Kept {
+struct DeferredFrees {
     /// Recordings that are under way or can be launched.
     recordings: usize,
     /// Memory that was given back since.
@@ -32,8 +32,8 @@ impl Drop for UnderWay<'_> {
 }
 
 impl Recording {
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(|e| e.into_inner())
+    fn deferred(&self) -> MutexGuard<'_, DeferredFrees> {
+        self.deferred.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Begins: from now on the queue does nothing that cannot be recorded.
@@ -49,24 +49,24 @@ impl Recording {
 
     /// From now on memory is kept that is given back.
     pub(super) fn keep(&self) {
-        self.kept().recordings += 1;
+        self.deferred().recordings += 1;
     }
 
     /// Takes memory that is given back: true if it is kept.
     pub(super) fn keeps(&self, address: u64) -> bool {
-        let mut kept = self.kept();
-        let keeps = kept.recordings > 0;
+        let mut deferred = self.deferred();
+        let keeps = deferred.recordings > 0;
         if keeps {
-            kept.addresses.push(address);
+            deferred.addresses.push(address);
         }
         keeps
     }
 
     /// What was recorded last, or could not be, is never launched again. Returns the memory that nobody needs then.
     pub(super) fn let_go(&self) -> Vec<u64> {
-        let mut kept = self.kept();
-        kept.recordings -= 1;
-        if kept.recordings == 0 { std::mem::take(&mut kept.addresses) } else { Vec::new() }
+        let mut deferred = self.deferred();
+        deferred.recordings -= 1;
+        if deferred.recordings == 0 { std::mem::take(&mut deferred.addresses) } else { Vec::new() }
     }
 }
 

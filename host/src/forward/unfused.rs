@@ -1,12 +1,11 @@
 //! A step in many launches: for devices that cannot run it in one, and to compare with.
 
-use cuda_std::{Global, Kernel};
+use cuda_std::Global;
 use gpu_kernels::attention::{self, Attend, AttendTiles};
 use gpu_kernels::embedding::{self, Embed};
-use gpu_kernels::gate::SiluMul;
 use gpu_kernels::kv::Cache;
-use gpu_kernels::linear::{self, Linear, N_TILE};
-use gpu_kernels::norm::{Norm, RmsNorm};
+use gpu_kernels::linear::{self, Linear};
+use gpu_kernels::norm::Norm;
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::step::{MAX_ROWS, Rows};
 use half::bf16;
@@ -14,59 +13,8 @@ use model::plan::{Epilogue, Gemm, Input, Matrix, Operator};
 
 use super::{Forward, Pass};
 use crate::Error;
-use crate::device::{Buffer, Device};
-
-/// What the step in many launches does in launches of its own instead of in its neighbours', for measuring what that
-/// gained.
-#[derive(Default)]
-pub(super) struct Apart {
-    norms: Option<Launch<RmsNorm>>,
-    silu: Option<ApartSilu>,
-}
-
-/// SiLU and its multiplication in a launch, with the outputs of gate and up.
-type ApartSilu = (Launch<SiluMul>, Buffer<f32>);
-
-/// [`Device::launch`] of a kernel.
-type Launch<P> = unsafe fn(&Device, (u32, u32), u32, P) -> Result<(), Error>;
 
 impl Forward {
-    /// From now on, [`enqueue`](Self::enqueue) runs `norms`, or `silu` and its multiplication, in launches of their
-    /// own, by kernels that the caller brings: for measuring what it gains that it does not. The results differ in
-    /// their last bits. Models in e4m3 do not.
-    ///
-    /// # Safety
-    /// The kernels keep to what [`RmsNorm`] and [`SiluMul`] say of their parameters.
-    ///
-    /// # Errors
-    /// Too little memory, or a driver error.
-    pub unsafe fn take_apart<N, S>(&mut self, norms: bool, silu: bool) -> Result<(), Error>
-    where
-        N: Kernel<Params = RmsNorm>,
-        S: Kernel<Params = SiluMul>,
-    {
-        let n_tiles = self.weights.stream.matrix(0, Matrix::GateUp).n_tiles;
-        let both = || self.device.zeroed(self.room.rows * (n_tiles * N_TILE) as usize);
-        self.apart = Apart {
-            norms: norms.then_some(Device::launch::<N>),
-            silu: if silu { Some((Device::launch::<S>, both()?)) } else { None },
-        };
-        Ok(())
-    }
-
-    /// Enqueues the norm with this `weight`, if norms have launches of their own.
-    ///
-    /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn launch_norm(&self, most_rows: u32, weight: &Buffer<bf16>) -> Result<(), Error> {
-        let Some(launch) = self.apart.norms else { return Ok(()) };
-        let (dim, eps) = (self.config.plan.hidden as u32, self.config.rms_norm_eps);
-        let (rows, x, y) = (self.rows(), self.residual.ptr(), self.scaled.ptr_mut());
-        let norm = RmsNorm { rows, x, weight: weight.ptr(), y, dim, eps };
-        // SAFETY: the caller's word.
-        unsafe { launch(&self.device, (1, most_rows), RmsNorm::SHARED_BYTES, norm) }
-    }
-
     /// Enqueues a pass launch by launch: the operators of the plan, one after another.
     pub(super) fn enqueue_unfused(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, .. } = *pass;
@@ -123,17 +71,11 @@ impl Forward {
             if let (Some(first_row), Some(coded)) = (output.first(), &self.coded) {
                 self.enqueue_coded_head(coded, pass, first_row)?;
             } else if let Some(first_row) = output.first() {
-                self.launch_norm(most_rows, &self.weights.norm)?;
-                let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), self.input_norm()) };
+                let head = Linear { first_row, ..self.head(rows, self.scaled.ptr(), self.norm()) };
                 self.launch_linear(self.config.head().epilogue, most_rows - first_row, head)?;
             }
         }
         Ok(())
-    }
-
-    /// The norm that a GEMM's input has yet to be divided by, unless norms have launches of their own.
-    fn input_norm(&self) -> Norm {
-        if self.apart.norms.is_some() { Norm::default() } else { self.norm() }
     }
 
     /// Enqueues a GEMM of a layer.
@@ -145,7 +87,7 @@ impl Forward {
         let (x, norm) = match (gemm.input, &self.pairs) {
             // A head's rows are normed already.
             (Input::Normed, Some(pairs)) if gemm.matrix == Matrix::Qkv => (pairs.rows(), Norm::default()),
-            (Input::Normed, _) => (self.scaled.ptr(), self.input_norm()),
+            (Input::Normed, _) => (self.scaled.ptr(), self.norm()),
             (Input::Attended, _) => (self.attended.ptr(), Norm::default()),
             (Input::Activation, _) => (self.activation.ptr(), Norm::default()),
         };
@@ -163,30 +105,7 @@ impl Forward {
             first_row: 0,
         };
         // SAFETY: the caller's word.
-        unsafe {
-            if gemm.input == Input::Normed {
-                self.launch_norm(most_rows, w.norm_before(layer, gemm))?;
-            }
-            match &self.apart.silu {
-                Some(silu) if gemm.epilogue == Epilogue::SwiGlu => self.launch_silu(most_rows, silu, linear),
-                _ => self.launch_linear(gemm.epilogue, most_rows, linear),
-            }
-        }
-    }
-
-    /// Enqueues the GEMM of gates and ups, and SiLU in a launch of its own.
-    ///
-    /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn launch_silu(&self, most_rows: u32, silu: &ApartSilu, p: Linear) -> Result<(), Error> {
-        let (launch, both) = silu;
-        let silu = SiluMul { rows: p.rows, x: both.ptr(), y: self.activation.ptr_mut(), n: p.n };
-        let gates_and_ups = Linear { y: both.ptr_mut(), n: p.weights.n_tiles * N_TILE, ..p };
-        // SAFETY: the caller's word.
-        unsafe {
-            self.launch_linear(Epilogue::Write { bias: false }, most_rows, gates_and_ups)?;
-            launch(&self.device, (p.n.div_ceil(256), most_rows), 0, silu)
-        }
+        unsafe { self.launch_linear(gemm.epilogue, most_rows, linear) }
     }
 
     /// Enqueues attention of a layer.

@@ -12,7 +12,7 @@ use model::Matcher;
 use super::Gpu;
 use crate::Error;
 use crate::backend::Step;
-use crate::draft::{Proposal, learned};
+use crate::draft::{DraftTokens, learned};
 use crate::tuning::DRAFT_COST;
 
 /// A sequence's way through its form.
@@ -95,7 +95,7 @@ impl Gpu {
     fn propose(&mut self) -> Result<usize, Error> {
         let Some((form, draft)) = self.run.form.as_mut().zip(self.run.draft) else { return Ok(0) };
         let proposal =
-            Proposal::of(&draft.match_settings(), &form.history, self.run.max_length, Some(&mut form.matcher));
+            DraftTokens::of(&draft.match_settings(), &form.history, self.run.max_length, Some(&mut form.matcher));
         (form.proposed, form.forced) = (proposal.tokens, proposal.forced);
         let acceptance = if form.forced { drafting::ONE } else { form.acceptance };
         let cost = draft.match_settings().cost(DRAFT_COST);

@@ -208,7 +208,7 @@ mod tests {
 
     use super::*;
     use crate::device::Device;
-    use crate::kept::{Form, Kept};
+    use crate::kept::{Kept, MatrixFormat};
     use crate::weights::DeviceWeights;
 
     /// Of every tile it is what packing them takes.
@@ -219,7 +219,7 @@ mod tests {
             let checkpoint = Checkpoint::open(&root.join(model)).unwrap();
             let device = Device::emulator(0);
             let size = PackedSize::of(&checkpoint, 1).unwrap().expect("packed");
-            let kept = Kept { plain: true, ..Kept::only(Form::Packed(size)) };
+            let kept = Kept { plain: true, ..Kept::only(MatrixFormat::Packed(size)) };
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
             let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
             let packed = weights.packed().expect("packed");

@@ -5,7 +5,7 @@ use model::Config;
 use crate::Error;
 use crate::device::Device;
 use crate::e4m3::E4m3;
-use crate::kept::{Form, Kept};
+use crate::kept::{Kept, MatrixFormat};
 use crate::lossless::Packed;
 use crate::quantized::Quantized;
 use crate::stream::{Stream, chunks, n_tiles};
@@ -25,11 +25,11 @@ pub enum Compact {
 impl Compact {
     /// Memory for what is kept of a model, if it is not bf16 alone.
     pub(super) fn new(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Self, Error> {
-        Ok(match kept.map(|kept| kept.form) {
+        Ok(match kept.map(|kept| kept.format) {
             None => Self::None,
-            Some(Form::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),
-            Some(Form::Coded(coding)) => Self::Quantized(Quantized::new(device, config, coding)?),
-            Some(Form::Packed(size)) => {
+            Some(MatrixFormat::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),
+            Some(MatrixFormat::Coded(coding)) => Self::Quantized(Quantized::new(device, config, coding)?),
+            Some(MatrixFormat::Packed(size)) => {
                 Self::Packed(Packed::new(device, config.gemms().map(|gemm| n_tiles(&gemm)), size)?)
             }
         })

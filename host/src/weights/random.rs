@@ -10,7 +10,7 @@ use model::plan::{Gemm, Matrix};
 
 use super::{Compact, DeviceLayer, DeviceWeights};
 use crate::device::Device;
-use crate::kept::{Form, Kept};
+use crate::kept::{Kept, MatrixFormat};
 use crate::lossless::{PackedSize, Sample};
 use crate::quantized::{self, Coding};
 use crate::stream::{Source, n_tiles};
@@ -57,19 +57,20 @@ impl DeviceWeights {
             let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
             (pattern, scale, zero)
         });
-        let form = match code.map(Coding::rounded) {
-            Some(coding) => Some(Form::Coded(coding)).filter(|_| coding.is_for(device)),
+        let format = match code.map(Coding::rounded) {
+            Some(coding) => Some(MatrixFormat::Coded(coding)).filter(|_| coding.is_for(device)),
             None if Kept::packs(device, config) => {
                 // Of each matrix another part of the pattern.
                 let sample = |(number, gemm): (usize, Gemm)| {
                     let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
                     Sample::new(n_tiles, k, &pattern[number * rows % (PATTERN - rows)..][..rows])
                 };
-                PackedSize::of_samples(&config.gemms().enumerate().map(sample).collect::<Vec<_>>()).map(Form::Packed)
+                PackedSize::of_samples(&config.gemms().enumerate().map(sample).collect::<Vec<_>>())
+                    .map(MatrixFormat::Packed)
             }
             None => None,
         };
-        let kept = form.map(|form| Kept::on(device, config, form)).transpose()?;
+        let kept = format.map(|format| Kept::on(device, config, format)).transpose()?;
         let kept = match kept.filter(|kept| kept.coding().is_some()) {
             None => kept,
             Some(coded) => {

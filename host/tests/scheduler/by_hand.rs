@@ -1,6 +1,6 @@
 //! Single cases, step by step.
 
-use host::batch::pages::{NOTHING, Pages, Place, Put};
+use host::batch::pages::{NOTHING, PageLocation, Pages, Put};
 use host::batch::plan::PageCopy;
 use host::batch::tier::Tier;
 use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
@@ -283,7 +283,7 @@ fn what_came_back_from_the_host_tier_is_kept_there_again() {
     // It comes back over what has taken its memory, and the host tier's page is wanted for something else meanwhile.
     let [(place, content)] = &pages.find(&text, 4).pages[..] else { panic!("it was kept") };
     let from = pages.read(place);
-    let Place::Host(key) = place else { panic!("{place:?}") };
+    let PageLocation::Host(key) = place else { panic!("{place:?}") };
     pages.restore(page, key.clone(), *content);
     pages.end_plan();
     assert_eq!(pages.tier.take(), from);
@@ -408,8 +408,8 @@ fn what_is_run_again_while_the_host_tier_has_it_is_the_same_text() {
     assert_eq!(pages.end_plan().len(), 2);
     // What follows the first page is known by it.
     assert_eq!(put(&mut pages, other, NOTHING, &text[..4]), first);
-    let found: Vec<Place> = pages.find(&text, 8).pages.into_iter().map(|(place, _)| place).collect();
-    assert!(matches!(found[..], [Place::Device(page), Place::Host(_)] if page == other), "{found:?}");
+    let found: Vec<PageLocation> = pages.find(&text, 8).pages.into_iter().map(|(place, _)| place).collect();
+    assert!(matches!(found[..], [PageLocation::Device(page), PageLocation::Host(_)] if page == other), "{found:?}");
 }
 
 #[test]

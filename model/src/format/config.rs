@@ -181,7 +181,7 @@ fn compressed_tensors(fields: &Fields<'_>) -> Result<Vec<Arc<dyn CheckpointForma
 fn scheme(group: &Fields<'_>, format: &Value) -> Result<Arc<dyn CheckpointFormat>, Error> {
     const WEIGHTS: &str = "quantization_config.config_groups";
     #[derive(Deserialize)]
-    struct Weights {
+    struct QuantizationArgs {
         num_bits: u32,
         r#type: String,
         strategy: Option<String>,
@@ -198,7 +198,7 @@ fn scheme(group: &Fields<'_>, format: &Value) -> Result<Arc<dyn CheckpointFormat
     if weights.value.is_null() {
         return Err(group.refuse_as(WEIGHTS, group.value));
     }
-    let raw: Weights = weights.read()?;
+    let raw: QuantizationArgs = weights.read()?;
     let group_size = raw.group_size.filter(|size| *size > 0).map(|size| size as usize);
     let format = format.as_str().unwrap_or("pack-quantized");
     match (raw.r#type.as_str(), raw.num_bits, format) {

@@ -93,10 +93,10 @@ fn numbers_are_those_of_the_definition() {
 }
 
 /// Where an engine runs: on the CPU, or under the emulator that is opened so.
-type Place = Option<DeviceOptions>;
+type EngineDevice = Option<DeviceOptions>;
 
 /// An engine for `checkpoint` that `head` drafts for, if there is one.
-fn loaded(checkpoint: &Checkpoint, head: Option<&EagleHead>, place: &Place) -> Engine {
+fn loaded(checkpoint: &Checkpoint, head: Option<&EagleHead>, place: &EngineDevice) -> Engine {
     let device = if place.is_some() { DeviceChoice::Emulator } else { DeviceChoice::Cpu };
     let options = LoadOptions {
         options: place.clone().unwrap_or_default(),
@@ -145,7 +145,7 @@ impl Pair {
     }
 
     /// What drafts by the head came to, with the same text as without them.
-    fn check(&self, place: &Place, prompt: &[u32], tokens: usize, settings: &[ModelDraft]) -> Vec<Drafted> {
+    fn check(&self, place: &EngineDevice, prompt: &[u32], tokens: usize, settings: &[ModelDraft]) -> Vec<Drafted> {
         let mut plain = loaded(&self.checkpoint, None, place);
         let mut by_head = loaded(&self.checkpoint, Some(&self.head), place);
         let mut found = Vec::new();
@@ -186,7 +186,7 @@ fn output_on_the_cpu_is_the_same_whatever_the_head_says() {
 }
 
 /// Drafts by the head of a batch's sequences, with the same answers as without them.
-fn in_a_batch(pair: &Pair, place: &Place, settings: ModelDraft, lengths: &[u32]) -> Drafted {
+fn in_a_batch(pair: &Pair, place: &EngineDevice, settings: ModelDraft, lengths: &[u32]) -> Drafted {
     let requests: Vec<Request> = lengths
         .iter()
         .zip(0..)
@@ -297,7 +297,7 @@ fn a_head_on_a_device_reads_what_it_has_missed() {
 }
 
 /// Turns of a conversation, and requests without drafts between them, of which the head knows nothing.
-fn conversation(place: &Place) {
+fn conversation(place: &EngineDevice) {
     let pair = Pair::right();
     let mut plain = loaded(&pair.checkpoint, None, place);
     let mut by_head = loaded(&pair.checkpoint, Some(&pair.head), place);

@@ -233,31 +233,3 @@ fn a_script_is_confirmed_as_far_as_it_is_right() {
     gpu.clear_script();
     assert_eq!(run(&mut gpu, &request(Some(eager))).0, plain);
 }
-
-#[test]
-fn norms_and_silu_in_launches_of_their_own_match_transformers_too() {
-    use gpu_kernels::step::{self, PlanPrompt, STATE_WORDS, SequenceState};
-    use host::forward::{Forward, RowOutput};
-
-    for case in golden_cases() {
-        let checkpoint = Checkpoint::open(&case.dir).unwrap();
-        let device = host::device::Device::emulator(0);
-        let rows = case.prompt.len();
-        let mut forward = Forward::new(&device, &checkpoint.config, uploaded(&device, &checkpoint), rows).unwrap();
-        let history: Vec<i32> = case.prompt.iter().map(|&t| t as i32).collect();
-        let (history, words) = (device.upload(&history).unwrap(), device.zeroed::<u32>(STATE_WORDS).unwrap());
-        let state = SequenceState { history: history.ptr_mut(), words: words.ptr_mut() };
-        for (norms, silu) in [(true, false), (false, true), (true, true)] {
-            benches::unfused::take_apart(&mut forward, norms, silu).unwrap();
-            let plan = PlanPrompt { rows: forward.rows(), state, start: 0, count: rows as u32 };
-            // SAFETY: the history has the tokens, and rows have room for them.
-            unsafe { device.launch::<step::plan_prompt>(1, 0, plan).unwrap() };
-            forward.enqueue(rows as u32, rows as u32, RowOutput::LogitsFrom(0)).unwrap();
-            let mut logits = vec![0.0; rows * case.vocab];
-            forward.logits().read(0, &mut logits).unwrap();
-            let error = relative_error(&logits, &case.logits);
-            println!("{}, norms {norms}, SiLU {silu}: {error:.1e}", case.name);
-            assert!(error < TOLERANCE, "{}: {error:.1e}", case.name);
-        }
-    }
-}

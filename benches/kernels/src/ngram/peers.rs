@@ -9,6 +9,11 @@
 //! The window starts of a pass are scheduled to the threads in turn; who finds one lowers the leftmost start so far by
 //! a 64-bit compare-and-swap, and threads to the right of it stop. Results are those of [`NgramMatch`], element for
 //! element.
+//!
+//! # Safety
+//! An operator is a launch's parameter block, whose arrays are as it says; for grid and shared memory see
+//! [`SEARCH_SHARED_BYTES`]. The second launch is of the same operator, and runs when the first is done. Until both are,
+//! nobody else writes the arrays, or uses the workspace.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{kernel, shared, thread};
@@ -24,24 +29,33 @@ pub const PLAIN_THREADS: u32 = 256;
 pub const SEARCH_SHARED_BYTES: u32 = 8;
 
 /// Whether the window of `n` tokens that ends at `end` equals the pattern.
+///
+/// # Safety
+/// The texts are in memory, and nobody writes them meanwhile. `end` is one of the text's; `n` is at most `end + 1`, and
+/// at most [`longest`](Texts::longest).
 #[inline(always)]
 unsafe fn equals<T: Token>(t: &Texts<T>, in_prompt: bool, end: u32, n: u32) -> bool {
-    unsafe {
-        let text = if in_prompt { t.prompt } else { t.generated };
-        let mut i = n;
-        while i > 0 {
-            i -= 1;
-            if text.load((end - i) as usize) != t.generated.load((t.newest - i) as usize) {
-                return false;
-            }
+    let text = if in_prompt { t.prompt } else { t.generated };
+    let mut i = n;
+    while i > 0 {
+        i -= 1;
+        // SAFETY: the caller's word. Before the newest token there are as many as the longest pattern has.
+        if unsafe { text.load((end - i) as usize) != t.generated.load((t.newest - i) as usize) } {
+            return false;
         }
-        true
     }
+    true
 }
 
 /// Leaves the key of this block's sequence in the workspace.
+///
+/// # Safety
+/// The whole grid calls it: a block of so many `threads` for each sequence, with [`SEARCH_SHARED_BYTES`].
 #[inline(always)]
 unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
+    // SAFETY: the caller's word. An end is below `ends`, and has `n - 1` tokens before it. The whole block goes from
+    // barrier to barrier together, between which the word in shared memory is either written by one thread, or changed
+    // by atomics, or read. The key is this block's own.
     unsafe {
         let b = thread::block_idx_x() as usize;
         let tid = thread::thread_idx_x();
@@ -104,12 +118,17 @@ unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
 }
 
 /// One thread walks the batch.
+///
+/// # Safety
+/// The one block of a launch calls it, when [`find_windows`] has left the keys of the same operator.
 #[inline(always)]
 unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
+    if thread::thread_idx_x() != 0 {
+        return;
+    }
+    // SAFETY: the caller's word; no other thread takes part. A key is of a window end, which `ends - end` tokens follow
+    // in its text; a sequence that has one wants no more than its row has places for.
     unsafe {
-        if thread::thread_idx_x() != 0 {
-            return;
-        }
         let s = operator.sequences();
         let mut room = s.threshold as i64;
         let mut b = 0;
@@ -153,23 +172,27 @@ unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
 /// Plain design, first launch: the windows.
 #[kernel(threads = PLAIN_THREADS, module = "bench")]
 pub unsafe fn ngram_windows_256_i64(p: NgramMatch<i64>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { find_windows(&p, PLAIN_THREADS) }
 }
 
 /// Plain design, second launch: budget and drafts.
 #[kernel(threads = 32, module = "bench")]
 pub unsafe fn ngram_serial_share_i64(p: NgramMatch<i64>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says, and keys are the first launch's.
     unsafe { share_in_order(&p) }
 }
 
 /// Block-scan design, first launch: the windows.
 #[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
 pub unsafe fn ngram_windows_1024_i64(p: NgramMatch<i64>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { find_windows(&p, THREADS) }
 }
 
 /// Block-scan design, second launch: budget and drafts.
 #[kernel(threads = THREADS, min_blocks = 1, module = "bench")]
 pub unsafe fn ngram_scan_share_i64(p: NgramMatch<i64>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says, and keys are the first launch's.
     unsafe { share_out(&p, &Keys::left_behind(&p.sequences)) }
 }

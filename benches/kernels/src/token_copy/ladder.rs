@@ -1,13 +1,24 @@
 //! The copies that take the pairs in the order in which they come.
+//!
+//! # Safety
+//! A launch has memory as its parameter block says. Lanes may store to one record at once, where pairs share a
+//! destination; nobody reads it meanwhile. (What is there then is of any of them, unit by unit, or byte by byte if
+//! `token_copy_bytewise` wrote it.)
 
 use cuda_std::{kernel, thread};
 use gpu_kernels::token_copy::{Index, MLA_UNITS, PAGE_UNITS, TokenCopy, UNIT_BYTES, copy, copy_record};
 
 /// Threads of a block of the kernels that give a record to a thread, or to a warp without more ado.
 pub const NARROW_THREADS: u32 = 256;
+
 /// A warp a record, each load stored before the next.
+///
+/// # Safety
+/// As the parameter block says. Whole blocks of [`NARROW_THREADS`] call it.
 #[inline(always)]
 unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
+    // SAFETY: the caller's word. A pair is copied if both of its records are in their regions, whose units are aligned
+    // then.
     unsafe {
         if !p.regions.fit(0) {
             p.pairs.refuse_all();
@@ -33,8 +44,13 @@ unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
 }
 
 /// A thread a record, 16 bytes at a time, or one.
+///
+/// # Safety
+/// As the parameter block says. Blocks of [`NARROW_THREADS`] call it. `BYTES` is 1 or [`UNIT_BYTES`].
 #[inline(always)]
 unsafe fn copy_by_threads<I: Index, const BYTES: u32>(p: &TokenCopy<I>) {
+    // SAFETY: the caller's word. A pair is copied if both of its records are in their regions, whose units are aligned
+    // then; a record is whole units.
     unsafe {
         if !p.regions.fit(0) {
             p.pairs.refuse_all();
@@ -70,26 +86,31 @@ macro_rules! kernels {
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a thread a record, a byte at a time.")]
         #[kernel(threads = 256, module = "bench")]
         pub unsafe fn $bytewise(p: TokenCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy_by_threads::<_, 1>(&p) }
         }
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a thread a record, 16 bytes at a time.")]
         #[kernel(threads = 256, module = "bench")]
         pub unsafe fn $vectors(p: TokenCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy_by_threads::<_, UNIT_BYTES>(&p) }
         }
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a warp a record, each load stored before the next.")]
         #[kernel(threads = 256, module = "bench")]
         pub unsafe fn $warp(p: TokenCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy_by_warps(&p) }
         }
         #[doc = concat!("Copies records of any size by `", stringify!($index), "` pairs, a warp a record, loads first.")]
         #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $any(p: TokenCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy::<_, 0, 4>(&p) }
         }
         #[doc = concat!("Copies records of 656 bytes by `", stringify!($index), "` pairs, a warp a record, loads first.")]
         #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $mla(p: TokenCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy::<_, MLA_UNITS, 2>(&p) }
         }
     )* };
@@ -103,5 +124,6 @@ kernels! {
 /// Copies records of 4,096 bytes by `i64` pairs, a warp a record, loads first.
 #[kernel(threads = 1024, module = "bench")]
 pub unsafe fn token_copy_4096_i64(p: TokenCopy<i64>) {
+    // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
 }

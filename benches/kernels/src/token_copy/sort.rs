@@ -5,6 +5,11 @@
 //! writes each pair to its bucket's position plus its rank. Buckets are in order within a chunk of [`SCAN_CHUNK`]; the
 //! chunks lie in the order in which their blocks came to add their sums, as the copy does not mind: no block waits for
 //! another. Within a bucket, and so within a repeated record, any order may come.
+//!
+//! # Safety
+//! A launch has memory and shared memory as its parameter block says. The three launches of a sort run one after
+//! another, with the same pairs and buckets, and nobody else writes these arrays meanwhile. Blocks have
+//! [`SORT_THREADS`].
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, kernel, shared, thread, warp};
@@ -35,7 +40,8 @@ pub struct Check<I> {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sort<I> {
-    /// What to sort; refused pairs are left out. Regions have fewer than 2³² − 1 records.
+    /// What to sort; refused pairs are left out. Regions have fewer than 2³² − 1 records, and there are
+    /// fewer pairs than that.
     pub pairs: Pairs<I>,
     /// `[buckets]` zero before the count; then how many pairs each bucket has, and after the scan where it begins.
     pub counts: GlobalMut<u32>,
@@ -76,27 +82,37 @@ fn stride() -> (u64, u64) {
     (first, thread::grid_dim_x() as u64 * SORT_THREADS as u64)
 }
 
+/// Counts refusals.
+///
+/// # Safety
+/// As the parameter block says.
 #[inline(always)]
 unsafe fn check<I: Index>(p: &Check<I>) {
-    unsafe {
-        let (mut first, step) = stride();
-        while first < p.pairs.count {
-            let mut pairs = [(0, 0); AT_ONCE];
-            unroll!(J < AT_ONCE; {
-                pairs[J] = p.pairs.get(first + J as u64 * step);
-            });
-            unroll!(J < AT_ONCE; {
-                if first + (J as u64) * step < p.pairs.count && !p.pairs.has(pairs[J]) {
-                    p.pairs.refuse(1);
-                }
-            });
-            first += AT_ONCE as u64 * step;
-        }
+    let (mut first, step) = stride();
+    while first < p.pairs.count {
+        let mut pairs = [(0, 0); AT_ONCE];
+        unroll!(J < AT_ONCE; {
+            // SAFETY: the caller's word.
+            pairs[J] = unsafe { p.pairs.get(first + J as u64 * step) };
+        });
+        unroll!(J < AT_ONCE; {
+            if first + (J as u64) * step < p.pairs.count && !p.pairs.has(pairs[J]) {
+                // SAFETY: the caller's word.
+                unsafe { p.pairs.refuse(1) };
+            }
+        });
+        first += AT_ONCE as u64 * step;
     }
 }
 
+/// Counts the pairs of each bucket, and keeps their ranks.
+///
+/// # Safety
+/// As the parameter block says.
 #[inline(always)]
 unsafe fn count<I: Index>(p: &Sort<I>) {
+    // SAFETY: the caller's word. A pair in its regions has a bucket, whose count changes by atomics alone; one lane
+    // stores the pair's rank.
     unsafe {
         let (mut first, step) = stride();
         while first < p.pairs.count {
@@ -125,8 +141,14 @@ unsafe fn count<I: Index>(p: &Sort<I>) {
     }
 }
 
+/// Writes each pair to its place.
+///
+/// # Safety
+/// As the parameter block says: the ranks are those that [`count`] kept, and the counts positions.
 #[inline(always)]
 unsafe fn scatter<I: Index>(p: &Sort<I>) {
+    // SAFETY: the caller's word. A pair that has a rank is in its regions, so that it has a bucket; where that begins
+    // plus the rank is a place of the pair's own, of as many as there are pairs.
     unsafe {
         let (mut first, step) = stride();
         while first < p.pairs.count {
@@ -178,6 +200,9 @@ fn positions(first: u32, counts: [u32; 4]) -> [u32; 4] {
 /// Turns counts into positions.
 #[kernel(threads = 512, module = "bench")]
 pub unsafe fn token_copy_scan(p: Scan) {
+    // SAFETY: the launcher's word: memory is as the parameter block says. A thread has eight counts of a chunk to
+    // itself. The whole block goes from barrier to barrier together, and there is one between each write of a word in
+    // shared memory and the reads before and behind it.
     unsafe {
         let sums = shared::dynamic::<u32>(0);
         let begin = sums.at(WARPS as usize);
@@ -215,16 +240,19 @@ macro_rules! kernels {
         #[doc = concat!("Counts the `", stringify!($index), "` pairs that a copy would refuse.")]
         #[kernel(threads = 512, module = "bench")]
         pub unsafe fn $check(p: Check<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { check(&p) }
         }
         #[doc = concat!("Counts the `", stringify!($index), "` pairs of each bucket.")]
         #[kernel(threads = 512, module = "bench")]
         pub unsafe fn $count(p: Sort<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { count(&p) }
         }
         #[doc = concat!("Writes `", stringify!($index), "` pairs where they belong.")]
         #[kernel(threads = 512, module = "bench")]
         pub unsafe fn $scatter(p: Sort<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says, after the sort's other launches.
             unsafe { scatter(&p) }
         }
     )* };

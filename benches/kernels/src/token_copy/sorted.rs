@@ -1,6 +1,10 @@
 //! The copies that take the pairs in the order of their sources.
 //!
 //! A warp takes 32 sorted pairs at a time, one a lane, and hands them round by shuffles.
+//!
+//! # Safety
+//! A launch has memory as its parameter block says. Lanes may store to one record at once, where pairs share a
+//! destination; nobody reads it meanwhile.
 
 use cuda_std::{Global, kernel, thread, warp};
 use gpu_kernels::unroll;
@@ -31,26 +35,34 @@ pub struct SortedCopy<I> {
 
 impl<I: Index> SortedCopy<I> {
     /// Calls `body` with the warp's next pairs, one a lane, and how many there are, until there are no more.
+    ///
+    /// # Safety
+    /// As the parameter block says. Whole blocks of so many `warps` call it.
     #[inline(always)]
     unsafe fn for_each_32(&self, warps: u32, body: impl Fn(u32, u32, u32)) {
-        unsafe {
-            let total = self.total.load(0) as u64;
-            let step = thread::grid_dim_x() as u64 * warps as u64 * 32;
-            let mut first = (thread::block_idx_x() as u64 * warps as u64 + thread::warp_id() as u64) * 32;
-            while first < total {
-                let i = first + thread::lane_id() as u64;
-                let pair = if i < total { self.sorted.load(i as usize) } else { u64::MAX };
-                let left = total - first;
-                body(pair as u32, (pair >> 32) as u32, if left < 32 { left as u32 } else { 32 });
-                first += step;
-            }
+        // SAFETY: the caller's word.
+        let total = unsafe { self.total.load(0) } as u64;
+        let step = thread::grid_dim_x() as u64 * warps as u64 * 32;
+        let mut first = (thread::block_idx_x() as u64 * warps as u64 + thread::warp_id() as u64) * 32;
+        while first < total {
+            let i = first + thread::lane_id() as u64;
+            // SAFETY: the caller's word; there are so many pairs.
+            let pair = if i < total { unsafe { self.sorted.load(i as usize) } } else { u64::MAX };
+            let left = total - first;
+            body(pair as u32, (pair >> 32) as u32, if left < 32 { left as u32 } else { 32 });
+            first += step;
         }
     }
 }
 
 /// A warp a record; what is in its registers is not read again. `UNITS` is the size of a record, or 0 for any.
+///
+/// # Safety
+/// As the parameter block says. Whole blocks of [`THREADS`] call it. `ROUNDS` of 32 units hold `UNITS`.
 #[inline(always)]
 unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I>) {
+    // SAFETY: the caller's word. The first `count` lanes have pairs, both of whose records are in their regions; these
+    // fit, so that a unit below `UNITS` is of its record, and aligned.
     unsafe {
         if !p.regions.fit(UNITS) {
             return;
@@ -96,8 +108,14 @@ unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I
 /// Lane `l` holds unit `32 r + l` of the group for each round `r`; of the group's eight records, lane `s` keeps the
 /// books of record `s`: which of the 32 pairs want it. The warp reads what is wanted by anyone, once. Then each record
 /// goes to its first pair's place, all of them together; then to its second's, and so on.
+///
+/// # Safety
+/// As the parameter block says. Whole blocks of [`GROUPED_THREADS`] call it.
 #[inline(always)]
 unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
+    // SAFETY: the caller's word. The first `count` lanes have pairs, both of whose records are in their regions; these
+    // fit, so that units are aligned. A group is some pair's: it begins in the source, and of its records only those
+    // that a pair wants are read. A place that is not `NONE` is some pair's destination.
     unsafe {
         if !p.regions.fit(MLA_UNITS) {
             return;
@@ -151,21 +169,25 @@ macro_rules! kernels {
         #[doc = concat!("Copies sorted records of any size, with a slot map of `", stringify!($index), "`.")]
         #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $any(p: SortedCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy::<_, 0, 4>(&p) }
         }
         #[doc = concat!("Copies sorted records of 656 bytes, with a slot map of `", stringify!($index), "`.")]
         #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $mla(p: SortedCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy::<_, MLA_UNITS, 2>(&p) }
         }
         #[doc = concat!("Copies sorted records of 4,096 bytes, with a slot map of `", stringify!($index), "`.")]
         #[kernel(threads = 1024, module = "bench")]
         pub unsafe fn $page(p: SortedCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy::<_, PAGE_UNITS, 8>(&p) }
         }
         #[doc = concat!("Copies sorted records of 656 bytes in groups of eight, with a slot map of `", stringify!($index), "`.")]
         #[kernel(threads = 128, module = "bench")]
         pub unsafe fn $grouped(p: SortedCopy<$index>) {
+            // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { copy_grouped(&p) }
         }
     )* };

@@ -150,7 +150,9 @@ pub fn broadcast_halves(word: u32) -> [u32; 2] {
     let (low, high);
     // SAFETY: moves registers.
     unsafe {
-        asm!("{{ .reg .b16 %l, %h; mov.b32 {{%l, %h}}, {word}; mov.b32 {low}, {{%l, %l}}; mov.b32 {high}, {{%h, %h}}; }}",
+        asm!(
+            "{{ .reg .b16 %l, %h; mov.b32 {{%l, %h}}, {word};",
+            "mov.b32 {low}, {{%l, %l}}; mov.b32 {high}, {{%h, %h}}; }}",
             word = in(reg32) word, low = out(reg32) low, high = out(reg32) high, options(pure, nomem, nostack));
     }
     [low, high]

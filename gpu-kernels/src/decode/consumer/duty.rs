@@ -37,7 +37,7 @@ pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
 }
 
 /// What falls to a warp: of the GEMMs' [split-K partials](crate::linear#order) the one numbered `k_split`, whose slices
-/// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, deal
+/// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, distribute
 /// N-tiles between them if rows are one tile of 8, or fragments are [costly](FragmentFormat::COSTLY), or else the two
 /// tiles; of a [short](crate::decode) ring always the tiles.
 #[derive(Clone, Copy)]
@@ -84,7 +84,7 @@ pub(super) const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
 }
 
 impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SHORT> {
-    /// Whether a split-K partial's warps deal N-tiles.
+    /// Whether a split-K partial's warps distribute N-tiles between them.
     const BY_N_TILES: bool = !SHORT && (TILES == 1 || F::COSTLY);
     /// Tiles of rows of a warp.
     pub(super) const OWN_TILES: usize = if Self::BY_N_TILES { TILES } else { 1 };
@@ -136,8 +136,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// Its weights of the `chunk`-th chunk of a stage, once that is there. A barrier tells a phase from the next alone,
     /// and the stage's chunk before this one may have been the other half's, for which this warp did not wait. It came:
-    /// this warp had one of the last three chunks, or met the block since, and the producer has no more than 9 under
-    /// way.
+    /// this warp had one of the last three chunks, or synchronised with the block since, and the producer has no more
+    /// than 9 under way.
     ///
     /// # Safety
     /// The stage has, or will have, an N-tile of the warp's, which it has not loaded yet. `chunk` is one of the

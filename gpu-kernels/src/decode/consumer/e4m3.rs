@@ -2,8 +2,8 @@
 //!
 //! `wgmma` takes 64 rows of A: here 16 features of four slices, 128 inputs each, which follow each other in a stage.
 //! B's columns are the same four slices of each row. So of the products a quarter is wanted: a warpgroup's warp `w` has
-//! those of slice `w`, and then, of the next four, of slice `w + 4`. These inner sums meet in shared memory, where a
-//! lane adds those of an output from first to last. The two warpgroups take every other N-tile.
+//! those of slice `w`, and then, of the next four, of slice `w + 4`. These inner sums are combined in shared memory,
+//! where a lane adds those of an output from first to last. The two warpgroups take every other N-tile.
 //!
 //! How activations become codes, and where these lie, differs for [several rows](several_rows) and [one](one_row).
 //!
@@ -11,7 +11,7 @@
 //! `p` is the parameter block of a launch whose layers are in e4m3. All lanes of the consumers' two warpgroups call
 //! what is unsafe here, in the same order, since they synchronise; with `N` = 8 of a step of one row, and else of at
 //! most `N / 4`. `part` is a part of a matrix of a layer, not of the head. Scratch memory is the consumers' alone. The
-//! tensor core reads codes there that were written, fenced, and then met behind.
+//! tensor core reads codes there once they were written and fenced, and the consumers have synchronised since.
 
 mod one_row;
 mod several_rows;
@@ -117,7 +117,7 @@ struct Warpgroup<const N: u32> {
     half: u32,
     /// A lane's number in it.
     lane: u32,
-    /// Where inner sums meet.
+    /// Where inner sums are combined.
     sums: Shared<f32>,
     /// The weights' scales.
     scales: Global<f32>,
@@ -293,8 +293,8 @@ impl<const N: u32> Warpgroup<N> {
     ///
     /// # Safety
     /// All lanes of the warpgroup call it. `staged` has the first of the turns, which others follow if the step has one
-    /// row; all consumers have met since it was written. The ring is where the first turn's chunks begin, of which a
-    /// turn has `mine`.
+    /// row; all consumers have synchronised since it was written. The ring is where the first turn's chunks begin, of
+    /// which a turn has `mine`.
     #[inline(always)]
     unsafe fn turns(
         &self,

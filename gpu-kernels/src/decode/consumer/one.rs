@@ -2,10 +2,10 @@
 //!
 //! # Safety
 //! `p` is the parameter block of a step of one row. All lanes of the eight consumer warps call what is unsafe here, in
-//! the same order, since they synchronise; [`factors`] is for one other warp of the block, which meets them once for
-//! each norm. Scratch memory is free when a product begins, and the consumers meet before they write what others may
-//! still read there. Words are those of the step: all that it waits for, blocks put that run beside this one, or a
-//! launch before.
+//! the same order, since they synchronise; [`factors`] is for one other warp of the block, which synchronises with
+//! them once for each norm. Scratch memory is free when a product begins, and the consumers synchronise before they
+//! write what others may still read there. Words are those of the step: all that it waits for, blocks put that run
+//! beside this one, or a launch before.
 
 use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
@@ -135,8 +135,8 @@ unsafe fn wanted() -> Barrier {
 /// Wants the factor of a norm.
 ///
 /// # Safety
-/// All consumers call it, once for each norm, and [meet](sync_with_factor) the warp that finds the factor before they
-/// do so again.
+/// All consumers call it, once for each norm, and [synchronise](sync_with_factor) with the warp that finds the factor
+/// before they do so again.
 #[inline(always)]
 pub(super) unsafe fn want_factor() {
     if thread::opaque(thread::thread_idx_x()) == 0 {
@@ -237,7 +237,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     let first = self.first_of_one(&part);
                     let mut acc = [[0f32; 4]; N_TILES as usize];
                     let own = duty.n_tiles(part.mine);
-                    // Both halves go the same way: they meet alike.
+                    // Both halves go the same way: they synchronise alike.
                     if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.problem.depth <= HELD as u32 {
                         // All weights come to registers while the words are waited for.
                         let chunks = own * part.problem.depth;
@@ -276,7 +276,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                                 }
                             } else {
                                 // Both warps have read their fragments before others come there. (Of a product before
-                                // this one all have: they met behind it.)
+                                // this one all have: they synchronised behind it.)
                                 duty.sync();
                             }
                             duty.stage(&words);
@@ -356,8 +356,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Adds `PARTIALS` sums of each output of a part, `[n_tile][partial][feature]`, and puts them where they belong.
     ///
     /// # Safety
-    /// `partial` has all sums of the part, and the consumers have met since: with the warp that finds the factor, where
-    /// the matrix's input has a norm. `output` and `old` are this lane's [first](Self::first_of_one).
+    /// `partial` has all sums of the part, and the consumers have synchronised since: with the warp that finds the
+    /// factor, where the matrix's input has a norm. `output` and `old` are this lane's [first](Self::first_of_one).
     #[inline(always)]
     pub(super) unsafe fn put_sums_of_one<const PARTIALS: usize>(
         &self,

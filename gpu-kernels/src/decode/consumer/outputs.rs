@@ -155,7 +155,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// `sum` is complete, and `up` gives that of the output's partner. The factors of the part's rows are in shared
-    /// memory, and the consumers have met since. `old` is the output's [addend](Self::addend).
+    /// memory, and the consumers have synchronised since. `old` is the output's [addend](Self::addend).
     #[inline(always)]
     pub(super) unsafe fn put<const ONE: bool>(
         &self,

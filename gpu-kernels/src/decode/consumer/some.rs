@@ -120,7 +120,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// All lanes of the warp call it, whose number is below the step's rows. `squares` are a lane's of the rows
-    /// `warp_id + 8 T`. Nobody reads the factors of the matrix before any more, and all meet before these are read.
+    /// `warp_id + 8 T`. Nobody reads the factors of the matrix before any more, and all synchronise before these are
+    /// read.
     #[inline(always)]
     pub(super) unsafe fn put_factors<const TILES: usize>(
         &self,
@@ -187,7 +188,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// What the warp has of the part's sums is in scratch memory: `PARTIALS` for each output, so many words apart. All
-    /// eight warps call it, and meet first.
+    /// eight warps call it, and synchronise first.
     #[inline(always)]
     pub(super) unsafe fn put_sums<const PARTIALS: usize>(
         &self,

@@ -138,8 +138,8 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
 /// `first` on. Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
 ///
 /// # Safety
-/// The warp's lanes have put their rows at `from`, and met. `head` is one of the GEMM's, and `page` and `position` are
-/// of a row that is there.
+/// The warp's lanes have put their rows at `from`, and synchronised. `head` is one of the GEMM's, and `page` and
+/// `position` are of a row that is there.
 #[inline(always)]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
     // SAFETY: the caller's word.

@@ -6,11 +6,11 @@ use std::sync::{Arc, OnceLock, PoisonError};
 
 use crate::batch::plan::Slot;
 use crate::batch::running::Running;
-use crate::draft::{NgramDraft, Proposal};
+use crate::draft::{DraftTokens, NgramDraft};
 
 /// Proposals that are being made or were made, for the newest token of each slot.
 pub struct ProposalJobs {
-    slots: Vec<Option<Arc<OnceLock<Proposal>>>>,
+    slots: Vec<Option<Arc<OnceLock<DraftTokens>>>>,
 }
 
 impl ProposalJobs {
@@ -36,14 +36,14 @@ impl ProposalJobs {
             // Forgotten, the matcher is or soon will be elsewhere.
             if let Some(made) = wanted.upgrade() {
                 // Nobody else sets it.
-                let _ = made.set(Proposal::of(&draft, &history, max_length, Some(&mut *matcher)));
+                let _ = made.set(DraftTokens::of(&draft, &history, max_length, Some(&mut *matcher)));
             }
         });
     }
 
     /// A slot's proposal; nothing if it was not begun, or is not there by now and the step does not wait.
-    pub fn take(&self, slot: Slot, waits: bool) -> Proposal {
-        let Some(made) = &self.slots[slot as usize] else { return Proposal::default() };
+    pub fn take(&self, slot: Slot, waits: bool) -> DraftTokens {
+        let Some(made) = &self.slots[slot as usize] else { return DraftTokens::default() };
         let made = if waits { Some(made.wait()) } else { made.get() };
         made.cloned().unwrap_or_default()
     }

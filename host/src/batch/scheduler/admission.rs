@@ -5,7 +5,7 @@ use std::ops::Bound;
 
 use super::{Known, Placed, Scheduler, Step, Waiting};
 use crate::batch::limits::Limits;
-use crate::batch::pages::{Place, PrefixMatch};
+use crate::batch::pages::{PageLocation, PrefixMatch};
 use crate::batch::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Started, SwapIn, TableEntry};
 
 impl Scheduler {
@@ -139,8 +139,8 @@ impl Scheduler {
         let mut pages = Vec::with_capacity(total);
         for ((place, content), from) in found.pages.into_iter().zip(on_host) {
             match (place, from) {
-                (Place::Device(page), _) => pages.push(page),
-                (Place::Host(key), from) => {
+                (PageLocation::Device(page), _) => pages.push(page),
+                (PageLocation::Host(key), from) => {
                     let from = from.expect("nothing has left the tier since it was found");
                     let to = self.pages.take().expect("counted above");
                     plan.swap_in.push(SwapIn { from, to });

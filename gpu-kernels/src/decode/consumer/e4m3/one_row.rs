@@ -84,7 +84,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             let i = group.lane + (group.half + 2 * I as u32) * WEIGHT_SCALES;
                             staged.w_scales.store(i as usize, next_scales[I]);
                         });
-                        // Two places one after the other: when one is written again, all have met behind its reading.
+                        // Two places one after the other: when one is written again, all have synchronised since they
+                        // read it.
                         buffer ^= 1;
                         bulk::fence_proxy_async();
                         sync();
@@ -135,7 +136,7 @@ const fn place(i: usize) -> u32 {
 ///
 /// # Safety
 /// All eight consumer warps call it, for the same turns. Nobody reads any more what lay in `staged`, and all fence and
-/// meet before it is read. `words` are complete.
+/// synchronise before it is read. `words` are complete.
 #[inline(always)]
 unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
     if warp_id == 0 && lane < SECOND / 4 {

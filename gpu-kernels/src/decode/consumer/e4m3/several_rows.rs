@@ -116,8 +116,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Puts them where the block's consumers find them.
     ///
     /// # Safety
-    /// All consumers have met since the codes before were multiplied, and since scratch memory was read; they fence and
-    /// meet again before these are read. `is_first` with the first codes since something else lay there.
+    /// All consumers have synchronised since the codes before were multiplied, and since scratch memory was read; they
+    /// fence and synchronise again before these are read. `is_first` with the first codes since something else lay
+    /// there.
     #[inline(always)]
     unsafe fn stage_codes(&self, (codes, scale): &Codes, is_first: bool) {
         let thread = thread::opaque(thread::thread_idx_x());

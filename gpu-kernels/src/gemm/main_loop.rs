@@ -1,0 +1,369 @@
+//! The main loop of a warpgroup: MMAs of one stage after another, split-K partials added to totals, and the epilogue of
+//! each tile beside the next one's first MMAs.
+//!
+//! # Safety
+//! As for [the whole](super).
+
+use cuda_std::cluster::PeerBarrier;
+use cuda_std::shared::{self, Shared};
+use cuda_std::wgmma::{self, Cores, Operand};
+use cuda_std::{bulk, tensor, thread, warp};
+
+use super::epilogue::{Epilogue, Half, Next, elected};
+use super::tile_scheduler::Tiles;
+use super::{BOX_BYTES, DEPTH, GROUP, GROUP_ROWS, Gemm, TOTALS_BYTES, WEIGHT_ROWS, X_BYTES, loaded, wait};
+use crate::linear::K_PARTIALS;
+use crate::ring::Ring;
+use crate::stream::STEP_BYTES;
+
+/// Begins the MMAs of the ring's stage, which is full.
+///
+/// # Safety
+/// The stage is full, or it was and nobody fills it again. `x` and `weight` are the warpgroup's operands in the first
+/// stage. Nobody needs the accumulators' sums if this is the `first`.
+#[inline(always)]
+unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let offset = ring.offset();
+        let (x, weight) = (x.advance(offset), weight.advance(offset));
+        wgmma::fence();
+        unroll!(I < 4; {
+            let (x, weight) = (x.advance(I as u32 * 32), weight.advance(I as u32 * STEP_BYTES));
+            let keep = I != 0 || !first;
+            if WIDTH == 256 {
+                wgmma::mma_n256(x, weight, keep);
+            } else {
+                wgmma::mma_n128_by_cores(x, weight, keep);
+            }
+        });
+        wgmma::commit();
+    }
+}
+
+/// Tells every block of the cluster whose copies also land here that a stage is free: lane `i` of a warpgroup block
+/// `i`.
+///
+/// # Safety
+/// The warpgroup has waited for the stage, and its MMAs that read it are done.
+#[inline(always)]
+unsafe fn free<const DOWN: u32, const ACROSS: u32>(ring: Ring) {
+    let lane = thread::thread_idx_x() % GROUP;
+    let blocks = DOWN * ACROSS;
+    let (peer, own) = if blocks > 1 { (lane % blocks, thread::block_idx_x() % blocks) } else { (0, 0) };
+    let shares = ACROSS == 1 || peer % DOWN == own % DOWN || peer / DOWN == own / DOWN;
+    // SAFETY: the caller's word.
+    unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
+}
+
+/// A warpgroup's main loop: where it is in the ring, and in its tile.
+struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
+    p: &'a Gemm,
+    tiles: Tiles,
+    ring: Ring,
+    /// The stage before.
+    previous: Ring,
+    /// Stages of the split-K partial that are not begun.
+    left: u32,
+    x: Operand,
+    weight: Cores,
+    /// First row and feature of the tile; none after the last.
+    at: Option<(u32, u32)>,
+}
+
+impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, DOWN, ACROSS> {
+    /// Begins a split-K partial of so many stages, none of which is under way. What is in the accumulators counts no
+    /// more.
+    ///
+    /// # Safety
+    /// There is at least one stage, and it is the next in the ring.
+    #[inline(always)]
+    unsafe fn begin_k_partial(&mut self, stages: u32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            self.ring.wait_full();
+            // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the
+            // assembler knows that what comes between split-K partials has the registers of accumulators that it is
+            // done with.
+            multiply::<WIDTH>(&self.ring, self.x, self.weight, true);
+            self.previous = self.ring;
+            self.ring = self.ring.ahead(1);
+            self.left = stages - 1;
+        }
+    }
+
+    /// # Safety
+    /// A stage of the split-K partial is [left](Self::left), and the one before it under way.
+    #[inline(always)]
+    unsafe fn go_on(&mut self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            self.ring.wait_full();
+            multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
+            wgmma::wait::<1>();
+            // The stage before is read, the one just started is not.
+            free::<DOWN, ACROSS>(self.previous);
+            self.previous = self.ring;
+            self.ring = self.ring.ahead(1);
+            self.left -= 1;
+        }
+    }
+
+    /// All that are left of the split-K partial, and waits for them.
+    ///
+    /// # Safety
+    /// The split-K partial was begun.
+    #[inline(always)]
+    unsafe fn end_k_partial(&mut self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            while self.left > 0 {
+                self.go_on();
+            }
+            wgmma::wait::<0>();
+            free::<DOWN, ACROSS>(self.previous);
+        }
+    }
+
+    /// Where the lane keeps totals in shared memory.
+    ///
+    /// # Safety
+    /// The lane is of a warpgroup that multiplies. Its warp alone uses what lies there.
+    #[inline(always)]
+    unsafe fn totals() -> Shared<u8> {
+        // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
+        let thread = thread::opaque(thread::thread_idx_x());
+        // SAFETY: the caller's word.
+        unsafe { shared::dynamic(Gemm::boxes(256) + thread / 32 * (TOTALS_BYTES / 8) + thread % 32 * 16) }
+    }
+
+    /// Adds a split-K partial, which is finished, to the totals, or begins them. The `LAST` leaves them in the
+    /// accumulators.
+    ///
+    /// # Safety
+    /// The split-K partial's MMAs are done. With `FIRST` there are no totals of the tile yet, and boxes that lay where
+    /// they go have been stored; otherwise there are totals.
+    #[inline(always)]
+    unsafe fn fold<const FIRST: bool, const LAST: bool>() {
+        // SAFETY: the caller's word.
+        unsafe {
+            macro_rules! fold {
+                ($total:expr, $k_partial:expr) => {{
+                    // Not a move: a zero has a sign.
+                    let sum = if FIRST { 0.0 } else { wgmma::get::<{ $total }>() } + wgmma::get::<{ $k_partial }>();
+                    if LAST { wgmma::set::<{ $k_partial }>(sum) } else { wgmma::set::<{ $total }>(sum) }
+                }};
+            }
+            if WIDTH == 256 {
+                unroll!(J < 6; {
+                    unroll!(E < 16; {
+                        fold!(wgmma::SPARE + 16 * J + E, 16 * J + E);
+                    });
+                });
+                let totals = Self::totals();
+                unroll!(J < 8; {
+                    let place = totals.at(J * 32 * 16);
+                    let old = if FIRST { [0.0; 4] } else { place.load16(0).map(f32::from_bits) };
+                    let sums = [
+                        old[0] + wgmma::get::<{ 96 + 4 * J }>(),
+                        old[1] + wgmma::get::<{ 97 + 4 * J }>(),
+                        old[2] + wgmma::get::<{ 98 + 4 * J }>(),
+                        old[3] + wgmma::get::<{ 99 + 4 * J }>(),
+                    ];
+                    if LAST {
+                        unroll!(E < 4; {
+                            wgmma::set::<{ 96 + 4 * J + E }>(sums[E]);
+                        });
+                    } else {
+                        place.store16(0, sums.map(f32::to_bits));
+                    }
+                });
+                if LAST {
+                    // The warp's epilogue uses that memory.
+                    warp::sync_warp();
+                }
+            } else {
+                unroll!(J < 16; {
+                    unroll!(E < 4; {
+                        fold!(64 + 4 * J + E, 4 * J + E);
+                    });
+                });
+            }
+        }
+    }
+
+    /// The next split-K partials of the tile up to number `end`, each into the totals.
+    ///
+    /// # Safety
+    /// The split-K partials of the tile before `k_partial` are among its totals, at least one of them, and none is
+    /// under way.
+    #[inline(always)]
+    unsafe fn go_on_to_k_partial(&mut self, k_partial: &mut u32, end: u32) {
+        while *k_partial < end {
+            let stages = self.p.k_partial(*k_partial);
+            // A matrix may have fewer slices than split-K partials.
+            if stages > 0 {
+                // SAFETY: the caller's word.
+                unsafe {
+                    self.begin_k_partial(stages);
+                    self.end_k_partial();
+                    Self::fold::<false, false>();
+                }
+            }
+            *k_partial += 1;
+        }
+    }
+
+    /// The last split-K partial of the tile; then its sums are in the accumulators.
+    ///
+    /// # Safety
+    /// All split-K partials of the tile but the last are among its totals, and none is under way.
+    #[inline(always)]
+    unsafe fn end(&mut self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            let stages = self.p.k_partial(K_PARTIALS - 1);
+            if stages > 0 {
+                self.begin_k_partial(stages);
+                self.end_k_partial();
+                Self::fold::<false, true>();
+            } else {
+                Self::zero();
+                Self::fold::<false, true>();
+            }
+        }
+    }
+
+    /// An empty split-K partial.
+    #[inline(always)]
+    fn zero() {
+        unroll!(J < 16; {
+            unroll!(E < 4; {
+                wgmma::set::<{ 4 * J + E }>(0.0);
+                if WIDTH == 256 {
+                    wgmma::set::<{ 64 + 4 * J + E }>(0.0);
+                }
+            });
+        });
+    }
+}
+
+impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_, WIDTH, DOWN, ACROSS> {
+    #[inline(always)]
+    unsafe fn begin(&mut self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            self.at = self.tiles.next();
+            let some = self.at.is_some();
+            // After the last tile those of a stage that was multiplied already, for nothing: if MMAs were under way
+            // after some tiles and not after others, the assembler would not let them run beside anything.
+            let stage = if some { self.ring } else { self.previous };
+            if some {
+                stage.wait_full();
+            }
+            multiply::<WIDTH>(&stage, self.x, self.weight, true);
+            self.previous = stage;
+            self.ring = stage.ahead(1);
+            self.left = if some { self.p.k_partial(0) - 1 } else { 0 };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn step(&mut self) {
+        if self.left > 0 {
+            // SAFETY: the caller's word.
+            unsafe { self.go_on() };
+        }
+    }
+}
+
+/// A warpgroup multiplies what comes by `WIDTH` of the weight rows, and finishes its part of each tile.
+///
+/// # Safety
+/// As [`Inputs::consume`] says, of tiles that are loaded for `N` weight rows; `WIDTH` is the same throughout a
+/// warpgroup.
+#[inline(always)]
+pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, const ACROSS: u32>(
+    p: &Gemm,
+    tiles: Tiles,
+) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let group = thread::warp_id() / 4;
+        // The first of the stage's weight rows that it multiplies.
+        let from = || if WIDTH < loaded(N) { thread::opaque(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
+        let first = shared::dynamic::<u8>(0);
+        let ring = Ring::consumer(Gemm::ring(N));
+        let mut products: MainLoop<'_, WIDTH, DOWN, ACROSS> = MainLoop {
+            p,
+            tiles,
+            ring,
+            previous: ring,
+            left: 0,
+            x: Operand::at(first).advance(group * GROUP_ROWS * DEPTH * 2),
+            weight: Cores::at(first).advance(X_BYTES + from() * DEPTH * 2),
+            at: None,
+        };
+        let staging = shared::dynamic(Gemm::boxes(N) + group * if N == 128 { 2 * BOX_BYTES } else { TOTALS_BYTES / 2 });
+        let mut half = Half { tile_row: 0, row: 0, column: 0, turn: 0, barrier: 1 + group, staging };
+        if elected() && !p.out.is_null() {
+            tensor::acquire(p.out);
+        }
+        wait::<DOWN, ACROSS>(p);
+        if products.tiles.clone().next().is_none() {
+            return;
+        }
+        products.begin();
+        while let Some((row, column)) = products.at {
+            (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column + from());
+            // The last pair of blocks may have one tile.
+            let inside = row < p.m && half.column < p.n;
+            let early = E::early(p, &half);
+            products.end_k_partial();
+            if WIDTH == 256 && N == 256 {
+                // Where boxes were that may not have been stored yet.
+                half.finish_stores();
+            }
+            let mut k_partial = 1;
+            // With few columns there are registers for what comes from memory; with many they hold totals.
+            let ahead = if WIDTH == 256 {
+                let ahead = E::ahead::<WIDTH>(p, &half, inside, early);
+                MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
+                ahead
+            } else {
+                MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
+                products.go_on_to_k_partial(&mut k_partial, K_PARTIALS - 1);
+                E::ahead::<WIDTH>(p, &half, inside, early)
+            };
+            products.go_on_to_k_partial(&mut k_partial, K_PARTIALS - 1);
+            products.end();
+            if E::LAST_APART && products.tiles.clone().next().is_none() {
+                if inside {
+                    E::finish_last::<WIDTH>(p, &half, ahead);
+                }
+                // Not by way of the wait below: sums are where MMAs would be that it waits for, and the assembler would
+                // run all of them one after another.
+                return;
+            }
+            if N == 192 {
+                // A block takes one.
+                if inside {
+                    E::finish::<WIDTH>(p, &mut half, ahead, &mut ());
+                }
+                if elected() {
+                    bulk::wait::<0>();
+                }
+                return;
+            }
+            if inside {
+                E::finish::<WIDTH>(p, &mut half, ahead, &mut products);
+            } else {
+                products.begin();
+            }
+        }
+        wgmma::wait::<0>();
+        if elected() {
+            bulk::wait::<0>();
+        }
+    }
+}

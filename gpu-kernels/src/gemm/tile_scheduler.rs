@@ -1,0 +1,87 @@
+//! Which tiles a block takes, in which order.
+
+use core::marker::PhantomData;
+
+use cuda_std::thread;
+
+use super::epilogue::Epilogue;
+
+/// All tiles: which a block takes, and where they are. `gemm_of` makes them, and has the launcher's word for a band of
+/// at least one row of tiles.
+#[derive(Clone, Copy)]
+pub struct Tiles {
+    pub band: u32,
+    /// Blocks that take tiles together: one above the other, and side by side.
+    pub together: [u32; 2],
+    /// Tiles taken so far.
+    pub taken: u32,
+    /// The first row and feature of all, and the last.
+    pub first: [u32; 2],
+    pub end: [u32; 2],
+    /// Rows and features from the tile of one of them to the next one's.
+    pub apart: [u32; 2],
+    /// Rows and features from a tile to the next.
+    pub size: [u32; 2],
+}
+
+impl Iterator for Tiles {
+    /// The first row and feature.
+    type Item = (u32, u32);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<(u32, u32)> {
+        let block = thread::opaque(thread::block_idx_x());
+        let together = self.together[0] * self.together[1];
+        let turn = (block + self.taken * thread::opaque(thread::grid_dim_x())) / together;
+        // Found again each time: kept throughout they would take registers of epilogues.
+        let [rows, columns] = [0, 1].map(|i| (thread::opaque(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
+        if turn >= rows * columns {
+            return None;
+        }
+        self.taken += 1;
+        let in_band = self.band * columns;
+        // SAFETY: a turn is below their product, so neither rows nor columns are zero; a band is not, see `Tiles`.
+        unsafe { cuda_std::assume(in_band != 0) };
+        let first = turn / in_band * self.band;
+        let height = self.band.min(rows - first);
+        // SAFETY: `first` is the first row of a band that has this tile, and so below `rows`; a band is not empty.
+        unsafe { cuda_std::assume(height != 0) };
+        let within = turn % in_band;
+        let (row, column) = (first + within % height, within / height);
+        let place = [block % self.together[0], block % together / self.together[0]];
+        let at = |i: usize, tile: u32| self.first[i] + place[i] * self.apart[i] + tile * self.size[i];
+        Some((at(0, row), at(1, column)))
+    }
+}
+
+/// Tiles in the order of a block's work: of those that it takes side by side one after another.
+pub struct InOrder<E> {
+    tiles: Tiles,
+    /// What comes next of those.
+    second: Option<(u32, u32)>,
+    epilogue: PhantomData<E>,
+}
+
+impl<E: Epilogue> InOrder<E> {
+    #[inline(always)]
+    pub const fn new(tiles: Tiles) -> Self {
+        Self { tiles, second: None, epilogue: PhantomData }
+    }
+}
+
+impl<E: Epilogue> Iterator for InOrder<E> {
+    type Item = (u32, u32);
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<(u32, u32)> {
+        if !E::IN_PAIRS {
+            return self.tiles.next();
+        }
+        if let Some(second) = self.second.take() {
+            return Some(second);
+        }
+        let (row, column) = self.tiles.next()?;
+        self.second = Some((row, column + self.tiles.size[1] / 2));
+        Some((row, column))
+    }
+}
