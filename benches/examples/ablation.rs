@@ -1,4 +1,4 @@
-//! What each part of the decode loop gains: a loop on the host with a launch an operator, and then one change at a time.
+//! What each part of the decode loop gains: a loop on the host with a launch an operator, then one change at a time.
 //!
 //! `ablation SIZE`, such as `ablation 8B`. Random weights, one sequence, a prompt of 64 tokens. A line for each.
 

@@ -71,9 +71,9 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses, maps and grid are as it says. The whole block begins in
-//! `gemm_of`, which makes the ring's barriers before anyone waits for one. [`produce`](producer) is one lane's of warpgroup 2. What
-//! multiplies is called by whole warpgroups 0 and 1, each with the tiles that `produce` takes, in the same order. A
-//! warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
+//! `gemm_of`, which makes the ring's barriers before anyone waits for one. [`produce`] is one lane's of warpgroup 2.
+//! What multiplies is called by whole warpgroups 0 and 1, each with the tiles that [`produce`] takes, in the same
+//! order. A warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
 //! accumulators have been waited for when these are read. Each warpgroup frees every stage once, when it is done with
 //! it; where its warps load from a stage, each of them does.
 

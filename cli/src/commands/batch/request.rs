@@ -35,13 +35,13 @@ pub struct Wanted {
     pub request: host::Request,
     /// Log-probabilities, and of how many likeliest tokens.
     pub logprobs: Option<u32>,
-    /// Which form the answer has.
-    pub form: Form,
+    /// Which endpoint it is for.
+    pub endpoint: Endpoint,
 }
 
-/// The two kinds of requests.
+/// The endpoints that a request may be for.
 #[derive(Clone, Debug)]
-pub enum Form {
+pub enum Endpoint {
     /// A prompt: `/v1/completions`.
     Completion,
     /// Messages: `/v1/chat/completions`. Takes the answer apart.
@@ -219,7 +219,7 @@ impl Reader {
                 return Err(Refusal::new("unsupported", format!("`{name}` must be 1; send a line for each answer")));
             }
         }
-        let Prompt { form, tokens: prompt, shaped } = self.prompt(fields)?;
+        let Prompt { endpoint, tokens: prompt, shaped } = self.prompt(fields)?;
         let answer = &self.defaults.answer;
         if prompt.len() >= self.context {
             let Self { context, most, .. } = *self;
@@ -233,7 +233,7 @@ impl Reader {
         }
         let max_tokens = match given[0].or(given[1]) {
             Some(most) => usize::try_from(most).unwrap_or(usize::MAX),
-            None if matches!(form, Form::Chat(_)) => self.defaults.chat_tokens,
+            None if matches!(endpoint, Endpoint::Chat(_)) => self.defaults.chat_tokens,
             None => self.defaults.prompt_tokens,
         };
         let sampling = self.sampling(fields, key)?;
@@ -248,7 +248,7 @@ impl Reader {
             ignore_end: fields.truth("ignore_eos")?.unwrap_or(answer.ignore_eos && shaped.is_none()),
             form: shaped,
         };
-        Ok(Wanted { request, logprobs: logprobs(fields, &form)?, form })
+        Ok(Wanted { request, logprobs: logprobs(fields, &endpoint)?, endpoint })
     }
 
     fn sampling(&self, fields: &Fields, key: &Key) -> Result<Sampling, Refusal> {
@@ -300,7 +300,7 @@ impl Reader {
             }
             (asked, calls) => asked.or(calls.map(|tools| ("tool_choice", Shape::Call(tools)))),
         };
-        let completion = |tokens| Ok(Prompt { form: Form::Completion, tokens, shaped: shaped(asked.clone())? });
+        let completion = |tokens| Ok(Prompt { endpoint: Endpoint::Completion, tokens, shaped: shaped(asked.clone())? });
         let text_completion = |text: &str| completion(encode(text, Around::Special)?);
         match (fields.get("messages"), fields.get("prompt")) {
             (None, Some(_)) if !tools.is_empty() => {
@@ -332,8 +332,8 @@ impl Reader {
                 let shaped = shaped(asked)?
                     .map(|form| behind_thought(&form, Some(template), conversation, &text).map_err(of_template))
                     .transpose()?;
-                let form = Form::Chat(Splitter::new(&text, !tools.is_empty()));
-                Ok(Prompt { form, tokens: encode(&text, Around::Nothing)?, shaped })
+                let endpoint = Endpoint::Chat(Splitter::new(&text, !tools.is_empty()));
+                Ok(Prompt { endpoint, tokens: encode(&text, Around::Nothing)?, shaped })
             }
         }
     }
@@ -341,7 +341,7 @@ impl Reader {
 
 /// What a request is answered from, and the form that its answer has.
 struct Prompt {
-    form: Form,
+    endpoint: Endpoint,
     tokens: Vec<u32>,
     shaped: Option<model::Form>,
 }
@@ -386,10 +386,10 @@ fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Resul
 }
 
 /// `logprobs` and `top_logprobs` for messages, a number in `logprobs` for a prompt.
-fn logprobs(fields: &Fields, form: &Form) -> Result<Option<u32>, Refusal> {
+fn logprobs(fields: &Fields, endpoint: &Endpoint) -> Result<Option<u32>, Refusal> {
     const MOST: u64 = 20;
-    let top = match form {
-        Form::Completion => {
+    let top = match endpoint {
+        Endpoint::Completion => {
             if fields.get("top_logprobs").is_some() {
                 return Err(Refusal::invalid(
                     "`top_logprobs` is for `messages`; for a prompt, `logprobs` is the number",
@@ -397,7 +397,7 @@ fn logprobs(fields: &Fields, form: &Form) -> Result<Option<u32>, Refusal> {
             }
             fields.whole("logprobs")?
         }
-        Form::Chat(_) => {
+        Endpoint::Chat(_) => {
             let top = fields.whole("top_logprobs")?;
             if !fields.truth("logprobs")?.unwrap_or(false) {
                 return match top {

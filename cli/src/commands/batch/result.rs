@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::identity::{Identity, Key, PREFIX};
-use super::request::{Form, Refusal};
+use super::request::{Endpoint, Refusal};
 
 /// What is the same in every line.
 pub struct Writer {
@@ -67,14 +67,14 @@ struct Usage {
 
 impl Writer {
     /// The line for an answer, with its end; `seed` if the answer was sampled.
-    pub fn answer(&self, name: &Name, form: &Form, answer: &Answer, seed: Option<u64>) -> String {
+    pub fn answer(&self, name: &Name, endpoint: &Endpoint, answer: &Answer, seed: Option<u64>) -> String {
         let Identity { line, digest } = name.identity;
         let finish = match answer.finish {
             Finish::Stop => "stop",
             Finish::Length | Finish::Interrupted => "length",
         };
-        let (object, id, choice) = match form {
-            Form::Chat(splitter) => {
+        let (object, id, choice) = match endpoint {
+            Endpoint::Chat(splitter) => {
                 let parts = splitter.clone().answer(&answer.text);
                 let finish = if finish == "stop" && !parts.tool_calls.is_empty() { "tool_calls" } else { finish };
                 let message = message(parts, name.identity);
@@ -82,7 +82,7 @@ impl Writer {
                 let choice = json!({"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish});
                 ("chat.completion", "chatcmpl", choice)
             }
-            Form::Completion => {
+            Endpoint::Completion => {
                 let logprobs = self.completion_logprobs(answer);
                 let choice = json!({"index": 0, "text": answer.text, "logprobs": logprobs, "finish_reason": finish});
                 ("text_completion", "cmpl", choice)
@@ -316,9 +316,9 @@ mod tests {
         let tokens = tokenizer.encode(text).unwrap();
         let answer = Answer { text: text.into(), tokens, logprobs: Vec::new(), finish, prompt_tokens: 3 };
         let writer = Writer { model: "m".into(), fingerprint: "f".into(), tokenizer };
-        let form = Form::Chat(chat::Splitter::new(prompt, true));
+        let endpoint = Endpoint::Chat(chat::Splitter::new(prompt, true));
         let name = Name { identity: Identity { line: 2, digest: 10 }, key: Key::Line(2) };
-        let line = writer.answer(&name, &form, &answer, None);
+        let line = writer.answer(&name, &endpoint, &answer, None);
         serde_json::from_str::<Value>(&line).unwrap()["response"]["body"]["choices"][0].take()
     }
 

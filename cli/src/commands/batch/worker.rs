@@ -12,7 +12,7 @@ use host::batch::{Batch, Done, Job, Metrics, Queue};
 
 use super::Event;
 use super::ahead::Work;
-use super::request::{Form, Wanted};
+use super::request::{Endpoint, Wanted};
 use super::result::{self, Name, Writer};
 
 /// Answers requests on one device.
@@ -53,7 +53,7 @@ impl Drop for Leaving {
 /// What a result must tell of its request.
 pub struct Asked {
     name: Name,
-    form: Form,
+    endpoint: Endpoint,
     seed: Option<u64>,
 }
 
@@ -109,11 +109,11 @@ impl Worker {
     }
 
     fn submit(&mut self, work: Work) {
-        let Work { number, name, wanted: Wanted { request, logprobs, form } } = work;
+        let Work { number, name, wanted: Wanted { request, logprobs, endpoint } } = work;
         let seed = (!request.sampling.is_greedy()).then_some(request.sampling.seed);
         match self.batch.submit(Job { id: number, request, logprobs }) {
             Ok(()) => {
-                self.asked.insert(number, Asked { name, form, seed });
+                self.asked.insert(number, Asked { name, endpoint, seed });
             }
             Err(error) => {
                 let line = result::refusal(&name, &error.into());
@@ -124,10 +124,10 @@ impl Worker {
 
     /// False if nobody wants to know.
     fn answer(&mut self, done: Done) -> bool {
-        let Some(Asked { name, form, seed }) = self.asked.remove(&done.id) else { return true };
+        let Some(Asked { name, endpoint, seed }) = self.asked.remove(&done.id) else { return true };
         let event = match done.answer {
             Ok(answer) => {
-                let line = self.writer.answer(&name, &form, &answer, seed);
+                let line = self.writer.answer(&name, &endpoint, &answer, seed);
                 Event::Answered(done.id, line, answer.finish == Finish::Length)
             }
             Err(error) => Event::Refused(done.id, result::refusal(&name, &error.into())),
