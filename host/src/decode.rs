@@ -41,9 +41,9 @@ pub struct Decode {
     has_short_ring: bool,
 }
 
-/// Which kernel runs a step's rows.
+/// A kernel, by the rows that it is for.
 #[derive(Clone, Copy)]
-enum Rows {
+enum DecodeKernel {
     /// One.
     One,
     /// At most 8 that follow each other.
@@ -248,44 +248,49 @@ impl Decode {
         };
         let several = match most {
             (0 | 1, _) => None,
-            (2..=8, RowsOf::Sequences) => Some(Rows::FewSequences),
-            (_, RowsOf::Sequences) => Some(Rows::Sequences),
-            _ if !step.work.rows.paths.is_null() => Some(Rows::Tree),
-            (2..=8, _) => Some(Rows::Few),
-            _ => Some(Rows::Many),
+            (2..=8, RowsOf::Sequences) => Some(DecodeKernel::FewSequences),
+            (_, RowsOf::Sequences) => Some(DecodeKernel::Sequences),
+            _ if !step.work.rows.paths.is_null() => Some(DecodeKernel::Tree),
+            (2..=8, _) => Some(DecodeKernel::Few),
+            _ => Some(DecodeKernel::Many),
         };
         // How many rows of one sequence there are, the device alone knows, and how long their context is: of these
         // kernels one finds something to do.
         let by_wgmma = match several {
-            Some(Rows::Many) => Some(Rows::ManyLong),
-            Some(Rows::Tree) => Some(Rows::TreeLong),
+            Some(DecodeKernel::Many) => Some(DecodeKernel::ManyLong),
+            Some(DecodeKernel::Tree) => Some(DecodeKernel::TreeLong),
             _ => None,
         };
         let by_wgmma = by_wgmma.filter(|_| self.has_wgmma_attention);
         // A short ring's kernels for several rows have a step of one as well.
         let has_own = !self.has_short_ring && most.1 != RowsOf::Sequences;
-        let one = (several.is_none() || has_own).then_some(Rows::One);
-        for rows in [one, several, by_wgmma].into_iter().flatten() {
+        let one = (several.is_none() || has_own).then_some(DecodeKernel::One);
+        for kernel in [one, several, by_wgmma].into_iter().flatten() {
             // SAFETY: the caller's word.
-            unsafe { self.launch(device, rows, step)? };
+            unsafe { self.launch(device, kernel, step)? };
         }
         Ok(())
     }
 
-    /// Enqueues the kernel for such rows.
+    /// Enqueues this kernel.
     ///
     /// # Safety
     /// As for [`enqueue`](Self::enqueue), with all that is in `step`.
-    unsafe fn launch(&self, device: &Device, rows: Rows, step: DecodeStep) -> Result<(), Error> {
+    unsafe fn launch(&self, device: &Device, kernel: DecodeKernel, step: DecodeStep) -> Result<(), Error> {
         // SAFETY: the caller's word.
-        unsafe { by_format!(&self.weights, self.has_short_ring, F => self.launch_of::<F>(device, rows, step)) }
+        unsafe { by_format!(&self.weights, self.has_short_ring, F => self.launch_of::<F>(device, kernel, step)) }
     }
 
-    /// Enqueues a format's kernel for such rows.
+    /// Enqueues this kernel of a format.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch); the weights have this format.
-    unsafe fn launch_of<F: DecodeKernels>(&self, device: &Device, rows: Rows, step: DecodeStep) -> Result<(), Error> {
+    unsafe fn launch_of<F: DecodeKernels>(
+        &self,
+        device: &Device,
+        kernel: DecodeKernel,
+        step: DecodeStep,
+    ) -> Result<(), Error> {
         let shared_bytes = if self.has_short_ring { SHORT_SHARED_BYTES } else { SHARED_BYTES };
         macro_rules! launch {
             ($kernel:ident) => {
@@ -294,21 +299,21 @@ impl Decode {
         }
         // SAFETY: the caller's word.
         unsafe {
-            match rows {
-                Rows::One => match self.packed_head {
+            match kernel {
+                DecodeKernel::One => match self.packed_head {
                     None => launch!(One),
                     Some(lossless) => {
                         let step = DecodeStep { lossless, head_base: 0, ..step };
                         device.launch_cooperative::<F::OneLosslessHead>(self.grid, shared_bytes, step)
                     }
                 },
-                Rows::Few => launch!(Few),
-                Rows::Many => launch!(Many),
-                Rows::Tree => launch!(Tree),
-                Rows::FewSequences => launch!(FewSequences),
-                Rows::Sequences => launch!(Sequences),
-                Rows::ManyLong => launch!(ManyLong),
-                Rows::TreeLong => launch!(TreeLong),
+                DecodeKernel::Few => launch!(Few),
+                DecodeKernel::Many => launch!(Many),
+                DecodeKernel::Tree => launch!(Tree),
+                DecodeKernel::FewSequences => launch!(FewSequences),
+                DecodeKernel::Sequences => launch!(Sequences),
+                DecodeKernel::ManyLong => launch!(ManyLong),
+                DecodeKernel::TreeLong => launch!(TreeLong),
             }
         }
     }

@@ -314,6 +314,11 @@ pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u
             return;
         }
         products.begin();
+        // It has one, but the compiler does not know: told by another return, it has less to keep in registers.
+        if products.at.is_none() {
+            wgmma::wait::<0>();
+            return;
+        }
         while let Some((row, column)) = products.at {
             (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column + from());
             // The last pair of blocks may have one tile.

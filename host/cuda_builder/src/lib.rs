@@ -25,7 +25,7 @@ mod toolchain;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fmt::{self, Display, Formatter, Write};
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -35,14 +35,20 @@ pub use report::FunctionReport;
 pub use toolchain::{TOOLCHAIN_VARIABLE, Toolchain};
 
 /// Why a device build failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No compiler with the sources of `core` beside it.
+    #[error(
+        "no Rust compiler with the sources of `core` was found, and PTX cannot be built without them; run \
+         `rustup component add rust-src`, or on Debian `apt-get install rustc-web cargo-web rust-web-src`, \
+         or set {TOOLCHAIN_VARIABLE} to the prefix of a toolchain that has them (looked in: {looked_in})"
+    )]
     NoToolchain {
         /// The prefixes that were tried.
         looked_in: String,
     },
     /// The compiler ran and refused the crate; its messages are on standard error.
+    #[error("compiling {krate} for {arch} failed: {command} ended with {status}")]
     Compile {
         /// The kernel crate's folder.
         krate: String,
@@ -54,6 +60,7 @@ pub enum Error {
         status: String,
     },
     /// The assembler refused a text.
+    #[error("{assembler} does not assemble the kernels for {arch}: {reason}")]
     Assemble {
         /// The program.
         assembler: String,
@@ -63,6 +70,7 @@ pub enum Error {
         reason: String,
     },
     /// A kernel that was asked for, and that the crate does not have.
+    #[error("{krate} has no kernel {kernel} for {arch}; a kernel is named as its function is")]
     NoKernel {
         /// The kernel.
         kernel: String,
@@ -72,6 +80,7 @@ pub enum Error {
         arch: String,
     },
     /// A kernel whose comments in the PTX are incomplete.
+    #[error("the PTX does not tell the {about} of kernel {kernel}: declare it with #[kernel] of this cuda_std")]
     Note {
         /// The kernel.
         kernel: String,
@@ -79,47 +88,13 @@ pub enum Error {
         about: String,
     },
     /// A file could not be read, written or run.
+    #[error("{path}: {source}")]
     Io {
         /// What was touched.
         path: String,
         /// What the system said.
         source: std::io::Error,
     },
-}
-
-/// Written out, so that this crate has no dependencies: theirs get other features when other packages are built beside
-/// them, and each time all kernels would be built again.
-impl Display for Error {
-    fn fmt(&self, f: &mut Formatter) -> fmt::Result {
-        match self {
-            Self::NoToolchain { looked_in } => write!(
-                f,
-                "no Rust compiler with the sources of `core` was found, and PTX cannot be built without them; run \
-                 `rustup component add rust-src`, or on Debian `apt-get install rustc-web cargo-web rust-web-src`, \
-                 or set {TOOLCHAIN_VARIABLE} to the prefix of a toolchain that has them (looked in: {looked_in})"
-            ),
-            Self::Compile { krate, arch, command, status } => {
-                write!(f, "compiling {krate} for {arch} failed: {command} ended with {status}")
-            }
-            Self::Assemble { assembler, arch, reason } => {
-                write!(f, "{assembler} does not assemble the kernels for {arch}: {reason}")
-            }
-            Self::NoKernel { kernel, krate, arch } => {
-                write!(f, "{krate} has no kernel {kernel} for {arch}; a kernel is named as its function is")
-            }
-            Self::Note { kernel, about } => write!(
-                f,
-                "the PTX does not tell the {about} of kernel {kernel}: declare it with #[kernel] of this cuda_std"
-            ),
-            Self::Io { path, source } => write!(f, "{path}: {source}"),
-        }
-    }
-}
-
-impl std::error::Error for Error {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        if let Self::Io { source, .. } = self { Some(source) } else { None }
-    }
 }
 
 pub(crate) fn io(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Error {

@@ -6,16 +6,20 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-
 use super::header;
 use crate::Error;
+
+/// A file in memory. Miri cannot map one, so there it is read.
+#[cfg(not(miri))]
+type Map = memmap2::Mmap;
+#[cfg(miri)]
+type Map = Vec<u8>;
 
 /// Bytes that stay put for as long as the checkpoint lives.
 #[derive(Debug)]
 pub(super) enum Bytes {
     /// A file, mapped.
-    Mapped { map: Mmap, file: File },
+    Mapped { map: Map, file: File },
     /// Embedded in the program.
     #[cfg_attr(not(feature = "bundled-demo"), allow(dead_code))]
     Static(&'static [u8]),
@@ -139,20 +143,25 @@ fn map(path: &Path) -> Result<Option<Bytes>, Error> {
     if file.metadata().map_err(failed)?.len() == 0 {
         return Ok(Some(Bytes::Empty));
     }
+    #[cfg(not(miri))]
     // SAFETY: the map is private to this process and read only. Another process that truncates the
     // file while we run would end ours with SIGBUS; every program that maps weights accepts that.
-    let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+    let map = unsafe { Map::map(&file) }.map_err(failed)?;
+    #[cfg(miri)]
+    let map = read_all(&file).map_err(failed)?;
     Ok(Some(Bytes::Mapped { map, file }))
 }
 
 /// Content of a regular file, or `None` if there is nothing at `path`.
 pub(crate) fn read_regular(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let Some(mut file) = open_regular(path)? else { return Ok(None) };
+    let Some(file) = open_regular(path)? else { return Ok(None) };
+    read_all(&file).map(Some).map_err(|source| Error::Io { path: path.to_owned(), source })
+}
+
+fn read_all(mut file: &File) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    match file.read_to_end(&mut bytes) {
-        Ok(_) => Ok(Some(bytes)),
-        Err(source) => Err(Error::Io { path: path.to_owned(), source }),
-    }
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Opens a regular file, or gives `None` if there is nothing at `path`. To open a FIFO would wait for its writer, and a

@@ -29,12 +29,36 @@ pub struct Fixture {
 /// Number formats of fixtures.
 pub const DTYPES: [&str; 3] = ["BF16", "F16", "F32"];
 
+/// Sizes of a fixture. None is a multiple of the dot product's 32 lanes, on purpose.
+#[derive(Clone, Copy)]
+pub struct Sizes {
+    pub vocab: usize,
+    pub hidden: usize,
+    pub inner: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub layers: usize,
+}
+
+/// Those of [`Fixture::new`].
+pub const USUAL: Sizes = Sizes { vocab: 270, hidden: 48, inner: 40, heads: 4, kv_heads: 2, head_dim: 16, layers: 2 };
+
+/// So small that Miri runs a token in a few seconds.
+pub const SMALL: Sizes = Sizes { vocab: 16, hidden: 40, inner: 16, heads: 2, kv_heads: 1, head_dim: 8, layers: 1 };
+
+/// So many numbers of a tensor are drawn, and then they come again: under Miri a number takes milliseconds.
+const DRAWN: usize = if cfg!(miri) { 61 } else { 1 << 20 };
+
 impl Fixture {
-    /// Hidden 48, 2 layers, 4 heads over 2 key heads of 16, MLP 40, vocabulary 270, one shard.
-    ///
-    /// Sizes that are no multiple of the dot product's 32 lanes, on purpose.
+    /// Of the usual sizes, in one shard.
     pub fn new(dtype: &'static str, tied: bool) -> Self {
-        let (vocab, hidden, inner, heads, kv_heads, head_dim, layers) = (270, 48, 40, 4, 2, 16, 2);
+        Self::of(dtype, tied, USUAL)
+    }
+
+    /// Of any sizes, in one shard.
+    pub fn of(dtype: &'static str, tied: bool, sizes: Sizes) -> Self {
+        let Sizes { vocab, hidden, inner, heads, kv_heads, head_dim, layers } = sizes;
         let config = json!({
             "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
             "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
@@ -44,8 +68,10 @@ impl Fixture {
         });
         let mut seed = 1;
         let mut tensor = |shape: &[usize], mean: f32, spread: f32| {
-            let n = shape.iter().product();
-            let data = (0..n).flat_map(|_| encode(dtype, mean + spread * unit(&mut seed))).collect();
+            let n: usize = shape.iter().product();
+            let drawn: Vec<_> = (0..n.min(DRAWN)).map(|_| encode(dtype, mean + spread * unit(&mut seed))).collect();
+            let mut data = drawn.concat().repeat(n.div_ceil(drawn.len()));
+            data.truncate(n * drawn[0].len());
             Stored { dtype, shape: shape.to_vec(), data }
         };
         let mut tensors = BTreeMap::new();
@@ -78,7 +104,7 @@ impl Fixture {
         }
         Fixture {
             config,
-            tokenizer: tokenizer_json(),
+            tokenizer: if vocab < USUAL.vocab { byte_level(vocab - SPECIAL.len(), &[]) } else { tokenizer_json() },
             tokenizer_config: json!({"eos_token": "<|im_end|>"}),
             shards: BTreeMap::from([("model.safetensors".to_owned(), tensors)]),
         }
@@ -190,26 +216,32 @@ pub fn split_header(file: &[u8]) -> (Value, Vec<u8>) {
     (serde_json::from_slice(&file[8..8 + n]).unwrap(), file[8 + n..].to_vec())
 }
 
+/// Some of Qwen3's control tokens, and whether they are special.
+const SPECIAL: [(&str, bool); 5] =
+    [("<|endoftext|>", true), ("<|im_start|>", true), ("<|im_end|>", true), ("<think>", false), ("</think>", false)];
+
 /// A byte-level BPE of 256 bytes, some merges that end inside characters, and Qwen3's control tokens; 270 ids.
 pub fn tokenizer_json() -> Value {
-    let mut chars: Vec<char> = ('!'..='~').chain('\u{a1}'..='\u{ac}').chain('\u{ae}'..='\u{ff}').collect();
-    chars.extend((0x100..0x144).map(|c| char::from_u32(c).unwrap()));
-    let mut vocab = serde_json::Map::new();
-    for (id, c) in chars.iter().enumerate() {
-        vocab.insert(c.to_string(), json!(id));
-    }
     let merges =
         [["t", "h"], ["th", "e"], ["Ġ", "the"], ["i", "n"], ["Ġ", "a"], ["e", "r"], ["Ã", "©"], ["ð", "Ł"], ["â", "Ĥ"]];
+    byte_level(256, &merges)
+}
+
+/// A byte-level BPE of so many bytes, with these merges and Qwen3's control tokens.
+fn byte_level(bytes: usize, merges: &[[&str; 2]]) -> Value {
+    let chars = ('!'..='~').chain('\u{a1}'..='\u{ac}').chain('\u{ae}'..='\u{ff}').chain('\u{100}'..'\u{144}');
+    let mut vocab = serde_json::Map::new();
+    for (id, c) in chars.take(bytes).enumerate() {
+        vocab.insert(c.to_string(), json!(id));
+    }
     for [a, b] in merges {
         vocab.insert(format!("{a}{b}"), json!(vocab.len()));
     }
-    let special = |id: usize, content: &str, special: bool| json!({"id": id, "content": content, "special": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false});
+    let special = |(id, (content, special)): (usize, (&str, bool))| json!({"id": id, "content": content, "special": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false});
+    let added: Vec<Value> = (vocab.len()..).zip(SPECIAL).map(special).collect();
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
-        "added_tokens": [
-            special(265, "<|endoftext|>", true), special(266, "<|im_start|>", true), special(267, "<|im_end|>", true),
-            special(268, "<think>", false), special(269, "</think>", false),
-        ],
+        "added_tokens": added,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
         "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
         "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,

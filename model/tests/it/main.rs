@@ -8,6 +8,7 @@ mod exactness;
 mod fixture;
 mod form;
 mod formats;
+mod forward;
 mod header;
 mod not_finite;
 mod open;
