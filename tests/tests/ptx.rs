@@ -25,7 +25,7 @@ fn ptxas() -> PathBuf {
 /// lack registers; decode kernels of one row, in e4m3, and those with attention of many pairs at a time keep some
 /// addresses outside of their loops; and tiles of 128 rows of quantised layers have fragments of weights beside as many
 /// sums and totals. A defect with a bound, not a licence: shrink it.
-const SPILLING: [(&str, u32); 34] = [
+const SPILLING: [(&str, u32); 33] = [
     ("gemm_qkv_n192", 8),
     ("gemm_qkv_2x1", 64),
     ("gemm_qkv_4x2", 76),
@@ -33,7 +33,6 @@ const SPILLING: [(&str, u32); 34] = [
     ("gemm_swiglu_4x2", 40),
     ("gemm_add_2x1", 20),
     ("gemm_add_4x2", 36),
-    ("gemm_plain_n192", 144),
     ("gemm_plain_2x1", 72),
     ("gemm_plain_4x2", 64),
     ("decode_1", 20),
@@ -68,9 +67,6 @@ const WITHOUT_SETMAXNREG: u32 = 972;
 /// The level of cards after Hopper, and what the driver makes its machine code for there.
 const AFTER_HOPPER: (&str, [&str; 2]) = ("sm_90", ["sm_100", "sm_120"]);
 
-/// The one kernel, for measurements alone, whose products ptxas has wait for each other for want of registers.
-const WAITING: &str = "gemm_plain_n192";
-
 /// ptxas's report of a text, as machine code for `arch` is made of it.
 fn assemble(image: &Image, arch: &str) -> String {
     let Image { module, ptx, .. } = image;
@@ -93,8 +89,7 @@ fn assemble(image: &Image, arch: &str) -> String {
 /// What ptxas's report says of each kernel, and of each function that one calls.
 fn functions(arch: &str, text: &str) -> Vec<FunctionReport> {
     // Products of a warpgroup that wait for each other (C7510 to C7514), registers that cannot be handed over (C7508).
-    let waits = |line: &&str| line.contains("(C75") && !line.contains(&format!("'{WAITING}'"));
-    assert_eq!(text.lines().find(waits), None, "ptxas for {arch}");
+    assert_eq!(text.lines().find(|line| line.contains("(C75")), None, "ptxas for {arch}");
     FunctionReport::read_all(text).unwrap()
 }
 
