@@ -276,6 +276,20 @@ impl Ring {
         unsafe { self.release_behind(f32::from_bits(word), arrives) }
     }
 
+    /// The same of a stage that needs no fence: nothing of it is still being loaded, or no TMA fills it.
+    ///
+    /// # Safety
+    /// All lanes of the warp call it, have waited for the stage, and are done with it. As many warps do as
+    /// [`init`](Self::init) was told of.
+    #[inline(always)]
+    pub unsafe fn release_unfenced(&self) {
+        // SAFETY: the caller's word.
+        unsafe {
+            warp::sync_warp();
+            self.empty().arrive_if(thread::opaque(thread::lane_id()) == 0);
+        }
+    }
+
     /// Releases the stage and the next one, likewise.
     ///
     /// # Safety

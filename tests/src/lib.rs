@@ -321,13 +321,14 @@ struct Company {
 }
 
 impl Company {
-    /// `positions` are those of each sequence's rows.
+    /// `positions` are those of each sequence's rows. With the logits of a step by the unfused path; from now on steps
+    /// take the quickest one.
     fn new(
         device: &host::device::Device,
         config: &model::Config,
         weights: host::weights::DeviceWeights,
         positions: &[Range<u32>],
-    ) -> Result<Self, host::Error> {
+    ) -> Result<(Self, Vec<f32>), host::Error> {
         use host::forward::{Capacity, Forward, Row};
 
         let (sequences, in_e4m3) = (positions.len(), weights.e4m3().is_some());
@@ -350,13 +351,11 @@ impl Company {
         let listed = forward.list_rows(&(0..).zip(positions).flat_map(rows).collect::<Vec<_>>())?;
         let reversed: Vec<_> = (0..sequences as u32).zip(positions).rev().flat_map(rows).collect();
         let reversed = forward.list_rows(&reversed)?;
-        Ok(Self { forward, listed, reversed, count, vocab: config.vocab_size, in_e4m3 })
-    }
-
-    /// From now on steps take the quickest path.
-    fn prepare(&mut self) -> Result<(), host::Error> {
-        assert!(self.forward.prepare_decode()? && self.forward.prepare_batched()?, "the device cannot stream");
-        Ok(())
+        let mut company = Self { forward, listed, reversed, count, vocab: config.vocab_size, in_e4m3 };
+        let unfused = company.step()?;
+        let forward = &mut company.forward;
+        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
+        Ok((company, unfused))
     }
 
     /// The logits of the last step.
@@ -401,9 +400,7 @@ pub fn unfused_and_batched(
     positions: &[Range<u32>],
 ) -> [Vec<f32>; 3] {
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
-        let mut company = Company::new(device, config, weights, positions)?;
-        let unfused = company.step()?;
-        company.prepare()?;
+        let (mut company, unfused) = Company::new(device, config, weights, positions)?;
         let batched = company.step()?;
         company.forward.use_gemm_from(1);
         let by_gemm = company.step()?;
@@ -426,9 +423,7 @@ pub fn unfused_and_decode_kernel(
     use host::forward::RowOutput::LogitsFrom;
 
     let run = move || -> Result<[Vec<f32>; 2], host::Error> {
-        let mut company = Company::new(device, config, weights, positions)?;
-        let unfused = company.step()?;
-        company.prepare()?;
+        let (mut company, unfused) = Company::new(device, config, weights, positions)?;
         // Twice: what one step leaves is read by the next. Other logits lie there until then.
         company.forward.enqueue_listed(&company.reversed, LogitsFrom(0))?;
         company.forward.enqueue_sequences(&company.listed, LogitsFrom(0))?;

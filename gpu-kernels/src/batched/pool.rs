@@ -103,8 +103,7 @@ impl PoolMessages {
         unsafe {
             self.0.wait_full();
             let next = self.0.stage_buffer().cast::<u32>().load(0);
-            warp::sync_warp();
-            self.0.empty().arrive_if(thread::opaque(thread::lane_id()) == 0);
+            self.0.release_unfenced();
             self.0 = self.0.ahead(1);
             (next != END).then_some(next)
         }

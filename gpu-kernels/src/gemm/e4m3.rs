@@ -112,7 +112,7 @@ impl StageScales {
     unsafe fn release(self, ring: &Ring) -> [[f32; 2]; 2] {
         let products = self.x.map(|x| self.w.map(|w| f32::from_bits(thread::opaque((x * w).to_bits()))));
         // SAFETY: the caller's word.
-        unsafe { release(ring) };
+        unsafe { ring.release_unfenced() };
         products
     }
 }
@@ -213,19 +213,6 @@ impl Next for Apart {
     unsafe fn step(&mut self) {}
 }
 
-/// Releases a stage, for the warp.
-///
-/// # Safety
-/// All lanes of the warp call it, once for each stage, and are done with it.
-#[inline(always)]
-unsafe fn release(ring: &Ring) {
-    // SAFETY: the caller's word.
-    unsafe {
-        warp::sync_warp();
-        ring.empty().arrive_if(thread::opaque(thread::lane_id()) == 0);
-    }
-}
-
 /// Releases so many stages as they come.
 ///
 /// # Safety
@@ -236,7 +223,7 @@ unsafe fn skip(ring: &mut Ring, mut stages: u32) {
         // SAFETY: the caller's word; nothing was read.
         unsafe {
             ring.wait_full();
-            release(ring);
+            ring.release_unfenced();
         }
         *ring = ring.ahead(1);
         stages -= 1;

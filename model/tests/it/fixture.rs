@@ -237,7 +237,12 @@ fn byte_level(bytes: usize, merges: &[[&str; 2]]) -> Value {
     for [a, b] in merges {
         vocab.insert(format!("{a}{b}"), json!(vocab.len()));
     }
-    let special = |(id, (content, special)): (usize, (&str, bool))| json!({"id": id, "content": content, "special": special, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false});
+    let special = |(id, (content, special)): (usize, (&str, bool))| {
+        json!({
+            "id": id, "content": content, "special": special,
+            "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+        })
+    };
     let added: Vec<Value> = (vocab.len()..).zip(SPECIAL).map(special).collect();
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
