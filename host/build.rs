@@ -1,5 +1,5 @@
-//! Compiles `gpu-kernels` to PTX, once for each level that a card may have, and to machine code for the last, Hopper's.
-//! The list of what was made is `images.rs`.
+//! Compiles `gpu-kernels` to PTX, once for each level that a card may have, and for the last level, Hopper's, also to
+//! machine code. The generated `images.rs` lists the results.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_default());
     if std::env::var_os("CARGO_CFG_MIRI").is_some() {
-        // Miri has no card: there is nothing to load on one.
+        // Miri has no card, so there are no kernels to load.
         if let Err(error) = std::fs::write(out.join("images.rs"), "[]") {
             println!("cargo::error={error}");
         }

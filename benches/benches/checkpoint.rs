@@ -1,4 +1,4 @@
-//! Opening a checkpoint: headers, config and tokenizer alone, and with every weight looked at.
+//! Opening a checkpoint: with headers, config and tokenizer alone, and with every weight checked.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use model::{Checkpoint, OpenOptions};

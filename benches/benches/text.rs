@@ -5,7 +5,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use model::{Message, Role};
 
-/// The longest start of `text` of at most `bytes`.
+/// The longest beginning of `text` that has at most `bytes` bytes.
 fn start(text: &str, bytes: usize) -> &str {
     &text[..text.floor_char_boundary(bytes)]
 }
@@ -24,7 +24,7 @@ fn tokenizer(c: &mut Criterion) {
         group.bench_with_input(BenchmarkId::new("decode", text.len()), &ids, |b, ids| {
             b.iter(|| tokenizer.decode(black_box(ids)));
         });
-        // As an answer is printed: a token at a time.
+        // One token at a time, as an answer is printed.
         group.bench_with_input(BenchmarkId::new("stream", text.len()), &ids, |b, ids| {
             b.iter(|| {
                 let mut stream = tokenizer.stream();

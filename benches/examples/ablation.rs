@@ -1,6 +1,7 @@
-//! What each part of the decode loop gains: a loop on the host with a launch an operator, then one change at a time.
+//! What each part of the decode loop gains: a loop on the host with a launch for each operator, then one change at a
+//! time.
 //!
-//! `ablation SIZE`, such as `ablation 8B`. Random weights, one sequence, a prompt of 64 tokens. A line for each.
+//! `ablation SIZE`, such as `ablation 8B`. Random weights, one sequence, a prompt of 64 tokens. Prints a line for each.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 const PROMPT: usize = 64;
 /// Tokens of an answer.
 const TOKENS: usize = 181;
-/// Tokens that a step of the script brings: 3 in the mean.
+/// Tokens that steps with the script give, in turn: 3 on average.
 const LENGTHS: [usize; 3] = [1, 3, 5];
 
 fn main() -> Result<()> {
@@ -44,7 +45,7 @@ fn main() -> Result<()> {
         );
     };
 
-    // The host chooses, and waits for every token.
+    // The host chooses each token, and waits for it.
     let mut host = HostLoop::new(&device, &config, capacity)?;
     for (what, graph) in [("a launch an operator", false), ("launches recorded in a graph", true)] {
         let times = host.run(&prompt, graph)?;
@@ -56,7 +57,7 @@ fn main() -> Result<()> {
     }
     drop(host);
 
-    // The device chooses, and the host waits for each token, then for none.
+    // The device chooses. The host waits for each token at first, then for none.
     let mut gpu = Gpu::with_weights(&device, &config, DeviceWeights::random(&config, &device)?, capacity)?;
     gpu.set_run_ahead(0);
     let times = Run::of(&mut gpu, &prompt, TOKENS, None)?.steps;
@@ -74,7 +75,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A loop on the host: a step, its logits copied back, the best token found and sent for the next.
+/// A loop on the host: it runs a step, copies the logits back, finds the best token and sends it for the next step.
 struct HostLoop {
     device: Device,
     forward: Forward,
@@ -96,7 +97,7 @@ impl HostLoop {
         })
     }
 
-    /// The time of each token after the prompt, which runs token by token too.
+    /// The time of each token after the prompt. The prompt runs token by token as well.
     fn run(&mut self, prompt: &[u32], graph: bool) -> Result<Vec<Duration>> {
         let Self { device, forward, history, words, logits, capacity } = self;
         let plan = PlanDecode {

@@ -1,6 +1,6 @@
-//! What a batch does on a card, with random weights, beside what the card could do.
+//! What a batch reaches on a card, with random weights, compared with what the card could do.
 //!
-//! `batch [SIZE] [PART …]`: `8B` and every part unless said otherwise. On the emulator: `batch small`. The parts:
+//! `batch [SIZE] [PART …]`: by default `8B` and every part. On the emulator: `batch small`. The parts:
 //!
 //! - `decode`: steps of 1 to 256 sequences that have 1,024 tokens each, against weights and cache at the card's read
 //!   bandwidth;
@@ -8,10 +8,11 @@
 //! - `mixed`: 2,000 requests, prompts log-normal around 400 tokens, answers of 16 to 512;
 //! - `prefix`: 1,000 requests that share 4,096 tokens, against 100 that do not (per request).
 //!
-//! With `plain` among them no pages are packed. With `launches`, decode steps and prompts go the unfused path, as on
-//! other cards than Hopper; with `sequences=512` or another number, so many run at once, where there are so many.
+//! With `plain` among the words no pages are packed. With `launches`, decode steps and prompts take the unfused path,
+//! as on cards other than Hopper. With `sequences=512` or another number, that many sequences run at once, if there are
+//! enough.
 //!
-//! A table, then a line of JSON with the names of docs/benchmarks.
+//! Prints a table, then a line of JSON with the names of docs/benchmarks.
 
 use std::collections::{HashMap, VecDeque};
 use std::error::Error;
@@ -34,21 +35,21 @@ use model::{Config, Sampling};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// How much of everything.
+/// The sizes of the measurements.
 struct Scale {
     context: usize,
     options: BatchOptions,
-    /// Sequences of a decode step, and their tokens.
+    /// Numbers of sequences in a decode step, and how many tokens each sequence has.
     decode: Vec<u32>,
     decode_context: usize,
     steps: usize,
     requests: usize,
-    /// Of prompts, in the middle; and the longest.
+    /// Median length of prompts, and the longest.
     prompt: f64,
     longest_prompt: usize,
     answers: (usize, usize),
     prefix: usize,
-    /// Requests that share it, and requests that do not.
+    /// Number of requests that share the prefix, and of requests that do not.
     sharing: (usize, usize),
 }
 
@@ -69,7 +70,7 @@ impl Scale {
         }
     }
 
-    /// For the emulator.
+    /// Small sizes, for the emulator.
     fn small() -> Self {
         let options = BatchOptions { sequences: Some(4), rows: Some(100), ..BatchOptions::default() };
         Self {
@@ -88,14 +89,14 @@ impl Scale {
     }
 }
 
-/// What is measured, and the card's limits: bytes and operations a second.
+/// What is measured, with the card's limits in bytes and operations a second.
 struct Bencher {
     backend: GpuBatch,
     config: Config,
     scale: Scale,
     read: f64,
     to_device: f64,
-    /// Of GEMMs: of a rested card, and of one that has done nothing else for two seconds.
+    /// Rates of GEMMs: on a rested card, and after two seconds of nothing else.
     products: [f64; 2],
     /// Names and values.
     figures: Vec<(String, f64)>,
@@ -165,7 +166,7 @@ fn gib(bytes: f64) -> f64 {
     bytes / (1u64 << 30) as f64
 }
 
-/// What the GEMMs of a prompt reach: operations a second of gate and up over 8,192 rows, on a rested card and after two
+/// The rates of a prompt's GEMMs in operations a second: gate and up over 8,192 rows, on a rested card and after two
 /// seconds of nothing else.
 fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     let m = if device.is_emulator() { 128 } else { 8192 };
@@ -183,7 +184,7 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     // SAFETY: the matrices are as it says.
     unsafe { weights.lay_out(device, 0, source)? };
     let StreamMatrix { stream, base, blocks, n_tiles, .. } = weights.matrices()[0];
-    // Of rows whose mean square is 1.
+    // Sums of squares of rows whose mean square is 1.
     let squares = device.upload(&vec![SPAN as f32; m * k / SPAN as usize])?;
     let maps = device.tensor_maps(&[gemm::rows(x.ptr(), m, k), gemm::out(out.ptr(), m, n)])?;
     let product = Gemm {
@@ -227,12 +228,12 @@ fn products(device: &Device, config: &Config) -> Result<[f64; 2]> {
     Ok([rested, kept_up].map(|time| (4 * m * n * k) as f64 / time))
 }
 
-/// Of a token.
+/// Bytes of a token's keys and values.
 fn kv_bytes(config: &Config) -> f64 {
     config.kv_bytes_per_token(2) as f64
 }
 
-/// Of more rows than one. (A prompt's last row alone is rare.)
+/// Whether rows belong to a prompt: there is more than one. (A step with only a prompt's last row is rare.)
 fn is_of_prompt(work: &Work) -> bool {
     work.rows > 1
 }
@@ -242,7 +243,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Settings of every sequence here.
+/// The start of a sequence, with the settings that every sequence here has.
 fn start(tokens: &[u32], prompt: usize, max_length: usize) -> Start<'_> {
     Start { tokens, prompt, max_length, sampling: Sampling::default(), stop_tokens: &[], logprobs: None, form: None }
 }
@@ -254,7 +255,7 @@ struct Ran {
     prompts: usize,
     answers: usize,
     counts: Counts,
-    /// Steps that run answers alone, and steps that run rows of prompts as well.
+    /// Steps with rows of answers alone, and steps with rows of prompts too.
     parts: [Part; 2],
 }
 
@@ -262,16 +263,16 @@ struct Ran {
 #[derive(Clone, Copy, Default)]
 struct Part {
     steps: usize,
-    /// Rows of answers, and of prompts.
+    /// Rows of answers, and rows of prompts.
     rows: [usize; 2],
     seconds: f64,
-    /// The least that the card could take: over the steps, bytes by bandwidth or operations by rate, whichever is more;
-    /// for either rate of GEMMs. And for the first, where rows of prompts and of answers do not share a reading of the
-    /// weights: they run in passes of their own.
+    /// The least time that the card could take, summed over the steps. For each step it is bytes by bandwidth or
+    /// operations by rate, whichever is more. The first two are for the two rates of GEMMs. The third is for the first
+    /// rate, with rows of prompts and of answers in passes of their own: they do not share one reading of the weights.
     bounds: [f64; 3],
 }
 
-/// What a step takes at least.
+/// What the least time of a step is computed from.
 struct Bound<'a> {
     config: &'a Config,
     /// As [`Bencher::read`] and [`Bencher::products`].
@@ -280,8 +281,8 @@ struct Bound<'a> {
 }
 
 impl Bound<'_> {
-    /// The bytes and operations that a sequence's rows take beside the weights' bytes. Of the last layer, rows that
-    /// nothing is chosen after want keys and values alone.
+    /// The bytes (without those of the weights) and the operations that a sequence's rows need. In the last layer, a
+    /// row after which nothing is chosen needs only keys and values.
     fn needs(&self, work: &Work) -> [f64; 2] {
         let c = self.config;
         let (start, rows, chosen) = (f64::from(work.start), f64::from(work.rows), f64::from(u8::from(work.samples)));
@@ -296,7 +297,7 @@ impl Bound<'_> {
         [(start + rows) * kv_bytes(c), (layers - 1.0) * all + last + chosen * head]
     }
 
-    /// The least seconds of a step, as [`Part::bounds`] has them.
+    /// The least seconds of a step, in the order of [`Part::bounds`].
     fn of(&self, plan: &Plan) -> [f64; 3] {
         let weights = self.config.step_weight_bytes(2) as f64;
         let least = |rate: f64, of: &dyn Fn(&&Work) -> bool| {
@@ -310,13 +311,13 @@ impl Bound<'_> {
     }
 }
 
-/// The sequences of a batch, and what is noted of its steps.
+/// The sequences of a batch, and what is recorded about its steps.
 struct Observed<'a> {
     bound: Bound<'a>,
     parts: [Part; 2],
-    /// Which part each step is of that was planned and has not ended.
+    /// For each step that was planned and has not ended, the part that it belongs to.
     planned: VecDeque<usize>,
-    /// Tokens of the prompt, and in all.
+    /// For each sequence, tokens of the prompt and tokens in all.
     sequences: HashMap<SequenceId, (usize, usize)>,
 }
 
@@ -348,7 +349,7 @@ impl Bencher {
         (0..count).map(|i| (random(seed, i as u64) % vocab) as u32).collect()
     }
 
-    /// Seconds of a step with nothing to choose.
+    /// Seconds of a step that chooses nothing.
     fn time_of(&mut self, plan: &Plan) -> Result<f64> {
         let begun = Instant::now();
         self.backend.step(plan, &[])?;
@@ -358,7 +359,7 @@ impl Bencher {
     fn swap(&mut self) -> Result<()> {
         let limits = self.backend.limits();
         let pages = limits.host_pages.min(limits.pages).min(400);
-        // Neither side in order: 211 is a prime.
+        // Neither side goes in order: multiples of a prime (211, 89) scatter the pages.
         let swap_in = (0..pages).map(|i| SwapIn { from: i * 211 % pages, to: i * 89 % pages }).collect();
         let plan = Plan { swap_in, ..Plan::default() };
         self.time_of(&plan)?;
@@ -397,7 +398,7 @@ impl Bencher {
                     plan.tables = (0..count).flat_map(table).collect();
                     starts = vec![start(&history, 1, context + steps + 4); count as usize];
                 }
-                // Begun while the one before is under way, as a batch does.
+                // Each step begins while the one before is under way, as in a batch.
                 self.backend.begin(&plan, &starts)?;
                 if i > 0 {
                     self.backend.end()?;
@@ -424,14 +425,14 @@ impl Bencher {
         Ok(())
     }
 
-    /// Answers requests of a prompt and a number of tokens.
+    /// Answers requests, each of a prompt and a number of tokens.
     fn run(&mut self, requests: Vec<(Vec<u32>, usize)>) -> Result<Ran> {
         let mut ran = Ran { prompts: requests.iter().map(|request| request.0.len()).sum(), ..Ran::default() };
         let bound = Bound { config: &self.config, read: self.read, products: self.products };
         let mut running =
             Observed { bound, parts: [Part::default(); 2], planned: VecDeque::new(), sequences: HashMap::new() };
         let mut steps = Steps::new(&self.backend);
-        // In line as the command has them, all read before the first is answered.
+        // Queued as in the command: all requests are there before the first is answered.
         let (send, coming) = channel();
         requests.into_iter().try_for_each(|request| send.send(request))?;
         drop(send);
@@ -468,7 +469,7 @@ impl Bencher {
         let (least, most) = self.scale.answers;
         let uniform = |seed: u64, i: usize| (random(seed, i as u64) >> 11) as f64 / 2f64.powi(53);
         let request = |i: usize| {
-            // Box and Muller: normal, with a standard deviation of 0.6.
+            // Box–Muller: a normal distribution with a standard deviation of 0.6.
             let normal = (-2.0 * (1.0 - uniform(21, i)).ln()).sqrt() * (std::f64::consts::TAU * uniform(22, i)).cos();
             let length = (self.scale.prompt * (0.6 * normal).exp()).round();
             let answer = least + (uniform(23, i) * (most - least + 1) as f64) as usize;
@@ -513,7 +514,7 @@ impl Bencher {
         let own = |i: usize| self.tokens(2000 + i as u64, 32);
         let answer = self.scale.answers.0;
         let with = (0..shared).map(|i| ([prefix.as_slice(), &own(i)].concat(), answer)).collect();
-        // Each begins with a token of its own, so that nothing is shared.
+        // Each begins with a token of its own, so that no prefix is shared.
         let other = |i: usize| [&[i as u32], &prefix[1..], &own(i)].concat();
         let without = (0..apart).map(|i| (other(i), answer)).collect();
         let with = self.run(with)?;

@@ -1,13 +1,15 @@
-//! Where the time of a step of many sequences goes:
-//! `batched [--weights HOW] [SIZE[/LAYERS] [SEQUENCES[xROWS][@FROM-TO][:plain] …]]`, such as
-//! `batched 8B 64 4x4 256@32-1200`. Each sequence has 1,040 tokens, or they have from so many to so many, in no order;
-//! and a row, or so many. Full pages are packed, or stay `plain`. Up to 16 rows the decode kernel is timed too.
+//! Where the time of a step of many sequences goes: `batched [--weights HOW] [SIZE[/LAYERS]
+//! [SEQUENCES[xROWS][@FROM-TO][:plain] …]]`, such as `batched 8B 64 4x4
+//! 256@32-1200`. Each sequence has 1,040 tokens; with `@FROM-TO`, the sequences have FROM to TO tokens, in random
+//! order. Each sequence has one row, or ROWS. Full pages are packed, or with `:plain` left as they are. Up to 16 rows
+//! the decode kernel is timed too.
 //!
-//! Random weights, keys and values. A step's logits are compared with the unfused path's bit for bit, and its best
-//! tokens with them; then a step that finds these is timed, and its phases: each from when the last block was done with
-//! the one before to when the last was done with it, mean over layers, beside what its bytes take at the card's read
-//! bandwidth, and how long before the last one blocks were done in the mean. With fewer layers, such as `8B/12`, that
-//! bandwidth is not measured: to compare builds of the kernels in seconds (docs/guide/profile.md).
+//! Weights, keys and values are random. A step's logits are compared with those of the unfused path bit for bit, and
+//! its best tokens with the logits. Then a step that finds best tokens is timed, with its phases. A phase lasts from
+//! when the last block finishes the phase before until the last block finishes this one. For each phase the mean over
+//! layers is printed, with the time that its bytes take at the card's read bandwidth, and with how long before the last
+//! block the blocks finish on average. With fewer layers, such as `8B/12`, the bandwidth is not measured: that is for
+//! comparing builds of the kernels in seconds (docs/guide/profile.md).
 
 use benches::cases::ceilings;
 use benches::{Arguments, Bench, shape};
@@ -27,7 +29,7 @@ const CONTEXT: usize = 1040;
 struct Case {
     name: String,
     contexts: Vec<usize>,
-    /// Rows of each.
+    /// Rows of each sequence.
     rows: usize,
     packs: bool,
 }
@@ -58,7 +60,7 @@ impl Case {
         Ok(Self { name: name.into(), contexts, rows, packs })
     }
 
-    /// The newest tokens of each sequence, drawn at random.
+    /// Rows of the newest tokens of each sequence, drawn at random.
     fn rows(&self, config: &Config) -> Vec<Row> {
         let places = (0..).zip(&self.contexts).flat_map(|(sequence, &tokens)| {
             (tokens - self.rows..tokens).map(move |position| (sequence, position as u32))
@@ -86,13 +88,13 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
     }
 }
 
-/// Packs all full pages that no row writes to, of sequences that have equal parts of `tables`.
+/// Packs all full pages that no row writes to. Each sequence has an equal part of `tables`.
 fn pack(device: &Device, forward: &Forward, case: &Case, tables: &[u32]) -> Result<(), host::Error> {
     let &Case { ref contexts, rows, .. } = case;
     let of_sequences = contexts.iter().zip(tables.chunks(tables.len() / contexts.len()));
     let full = |(tokens, pages): (&usize, &[u32])| pages[..(tokens - rows) / PAGE_TOKENS as usize].to_vec();
     let full: Vec<u32> = of_sequences.flat_map(full).collect();
-    // A grid has a block at least.
+    // A grid must have at least one block.
     if full.is_empty() {
         return Ok(());
     }
@@ -164,7 +166,7 @@ fn step(
     }
     let differ = batched.iter().zip(&unfused).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     let strange = batched.iter().filter(|v| !v.is_finite()).count();
-    // What is timed finds the best tokens, as a greedy batch does.
+    // The timed step finds the best tokens, as a greedy batch does.
     let greedy = |forward: &Forward| forward.enqueue_listed(&listed, RowOutput::Best).map(drop);
     greedy(&forward)?;
     let wrong = (forward.best_tokens(rows)?.into_iter())
@@ -195,7 +197,7 @@ fn step(
     Ok(())
 }
 
-/// Prints how long the phases of a traced step took, of `kv` bytes of keys and values in all layers.
+/// Prints how long the phases of a traced step took. `kv` is the bytes of keys and values in all layers.
 fn print_phases(trace: &[(PhaseKind, Vec<u64>)], config: &Config, kv: f64, bandwidth: Option<f64>) {
     let (hidden, inner) = (config.plan.hidden, config.plan.activation_size());
     let heads = config.plan.attention.qkv_size();
@@ -237,7 +239,7 @@ fn print_phases(trace: &[(PhaseKind, Vec<u64>)], config: &Config, kv: f64, bandw
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments = Arguments::read()?;
     let size = arguments.word(0).unwrap_or("8B");
-    // The path of a file has such strokes too.
+    // The path of a file may have slashes too.
     let (size, layers) = match size.rsplit_once('/').map(|(size, layers)| (size, layers.parse())) {
         Some((size, Ok(layers))) => (size, Some(layers)),
         _ => (size, None),

@@ -1,7 +1,7 @@
-//! What surrounds the steps of a model on a card: drafting at a given acceptance, the first token, drafting and
-//! acceptance beside a step.
+//! What surrounds the steps of a model on a card: drafting with a given acceptance, the time until a token is seen, and
+//! the time that drafting and acceptance add to a step.
 //!
-//! `decode_loop SIZE`, such as `decode_loop 8B`. Random weights. A line for each figure.
+//! `decode_loop SIZE`, such as `decode_loop 8B`. Random weights. Prints a line for each figure.
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 const TOKENS: usize = 361;
 /// Tokens of the prompt.
 const PROMPT: usize = 64;
-/// Tokens that a step of the script brings: 3 in the mean.
+/// Tokens that steps with the script give, in turn: 3 on average.
 const LENGTHS: [usize; 3] = [1, 3, 5];
-/// Tokens of the history beside which drafting is timed.
+/// Tokens of the history with which drafting is timed.
 const LONG: usize = 32_768;
 /// Launches of drafting and acceptance in a row.
 const REPEATS: u32 = 100;
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
     let mut gpu = Gpu::with_weights(&device, &config, arguments.weights(&config, &device)?, capacity)?;
     let prompt = tokens(&config, PROMPT);
 
-    // Drafts that are confirmed in a known number.
+    // Drafts of which a known number is confirmed.
     let plain = Run::of(&mut gpu, &prompt, TOKENS, None)?;
     benches::draft_by_script(&mut gpu, &prompt, &plain.tokens, &LENGTHS)?;
     for adaptive in [true, false] {
@@ -52,8 +52,8 @@ fn main() -> Result<()> {
     }
     gpu.clear_script();
 
-    // From the enqueueing of a step until the host has its token, over what a step takes when the next are enqueued
-    // already.
+    // The time from enqueueing a step until the host has its token, less the time of a step when the next steps are
+    // enqueued already.
     for draft in [None, Some(NgramDraft::default())] {
         gpu.set_run_ahead(2);
         let ahead = median(Run::of(&mut gpu, &prompt, TOKENS, draft.map(Into::into))?.steps);
@@ -66,8 +66,7 @@ fn main() -> Result<()> {
         );
     }
 
-    // What they take beside a step with a long history: what drafting adds to it, and what acceptance and planning take
-    // without drafts.
+    // What drafting adds to a step with a long history, and what acceptance and planning take without drafts.
     gpu.set_run_ahead(2);
     let long = tokens(&config, LONG);
     let plain = median(Run::of(&mut gpu, &long, TOKENS, None)?.steps);
@@ -110,7 +109,7 @@ fn sequence(prompt: &[u32], max_length: usize, draft: Option<NgramDraft>) -> Seq
     }
 }
 
-/// In microseconds.
+/// The median in microseconds.
 fn median(mut times: Vec<Duration>) -> f64 {
     times.sort();
     times[times.len() / 2].as_secs_f64() * 1e6

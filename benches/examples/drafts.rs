@@ -1,10 +1,10 @@
 //! What drafts by a model cost inside the loop, on a card.
 //!
 //! `drafts SIZE DRAFT`, such as `drafts 8B 0.6B`; `drafts small small` runs on the emulator. Random weights: the draft
-//! model is always wrong. A line for each measurement, and the figures as JSON.
+//! model is always wrong. Prints a line for each measurement, and the figures as JSON.
 //!
-//! - `draft.model.us`: a step with a chain of drafts, less a step with as many wrong drafts by a script, for each
-//!   draft.
+//! - `draft.model.us`: a step with a chain of drafts, less a step with as many wrong drafts by a script, divided by the
+//!   number of drafts.
 //! - `draft.wrong.ratio`: tokens a second with adaptive drafts by the model ÷ without drafts.
 
 use std::time::Duration;
@@ -19,7 +19,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Drafts of a chain.
 const CHAIN: u32 = 5;
 
-/// How much is measured.
+/// The sizes of the measurements.
 struct Scale {
     prompt: usize,
     tokens: usize,
@@ -55,7 +55,7 @@ fn main() -> Result<()> {
     let plain = best(&mut gpu, &prompt, &scale, None)?;
     println!("{size}: without drafts {:.1} tokens/s, a step {:.1} µs", plain.rate(), median(&plain.steps));
 
-    // A chain of drafts in every step, and as many drafts that cost nothing to make.
+    // A chain of drafts in every step, compared with as many drafts that cost nothing to make.
     let every = ModelDraft { tokens: CHAIN, depth: CHAIN, branches: 1, adaptive: false, ngram: None };
     let chained = best(&mut gpu, &prompt, &scale, Some(every.into()))?;
     let script = NgramDraft { tokens: CHAIN, adaptive: false, ..NgramDraft::default() };
@@ -73,7 +73,7 @@ fn main() -> Result<()> {
         scripted.drafted,
     );
 
-    // As many drafts as are worth it, which is none.
+    // Adaptive drafting: as many drafts as are worth it, which is none.
     let mut ratios = Vec::new();
     for (name, ngram) in [("alone", None), ("beside n-gram match", ModelDraft::default().ngram)] {
         let wrong = best(&mut gpu, &prompt, &scale, Some(ModelDraft { ngram, ..ModelDraft::default() }.into()))?;
@@ -91,9 +91,9 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The quickest of some runs, which all say the same.
+/// The fastest of several runs, which must all give the same tokens.
 fn best(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> Result<Run> {
-    // Kernels are loaded, and clocks rise.
+    // The first run loads kernels and lets clocks rise.
     let mut best = Run::of(gpu, prompt, scale.tokens, draft)?;
     for _ in 0..scale.repeats {
         let again = Run::of(gpu, prompt, scale.tokens, draft)?;
@@ -107,7 +107,7 @@ fn best(gpu: &mut Gpu, prompt: &[u32], scale: &Scale, draft: Option<Draft>) -> R
     Ok(best)
 }
 
-/// In microseconds.
+/// The median in microseconds.
 fn median(times: &[Duration]) -> f64 {
     let mut times = times.to_vec();
     times.sort();

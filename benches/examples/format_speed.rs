@@ -55,7 +55,7 @@ fn main() {
     }
 }
 
-/// A model of one layer.
+/// Writes a model of one layer.
 fn write(dir: &Path, name: &str, quantization: &Value) {
     let mut seed = 1;
     let mut bytes = |n: usize| -> Vec<u8> {

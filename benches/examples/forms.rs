@@ -1,8 +1,8 @@
-//! What answers of a given form cost beside free ones, and whether they have it, on a card.
+//! What answers of a given form cost compared with free answers, and whether they have the form, on a card.
 //!
-//! `forms SIZE`, such as `forms 8B`; `forms small` runs on the emulator. Words behind it choose parts: `one`, `batch`,
-//! `first`, `valid`. Random weights, which try every token that a form allows. A line for each measurement, and the
-//! figures as JSON.
+//! `forms SIZE`, such as `forms 8B`; `forms small` runs on the emulator. Words after SIZE choose parts: `one`, `batch`,
+//! `first`, `valid`. Random weights, which try every token that a form allows. Prints a line for each measurement, and
+//! the figures as JSON.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -19,18 +19,19 @@ use serde_json::Value;
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 type Figures = Vec<(String, f64)>;
 
-/// How much is measured.
+/// The sizes of the measurements.
 struct Scale {
     prompt: usize,
     /// Most tokens of an answer.
     most: usize,
     repeats: u64,
     batches: &'static [u32],
-    /// Fields of the schemas that one sequence follows, and that the first token is measured with.
+    /// Fields of two schemas: the one that a single sequence follows, and the one that the first token is measured
+    /// with.
     fields: [usize; 2],
     /// Answers to each schema.
     answers: u64,
-    /// Sequences whose answers are checked at once.
+    /// Sequences that run at once while answers are checked.
     sequences: u32,
 }
 
@@ -38,7 +39,7 @@ fn main() -> Result<()> {
     let arguments = Arguments::read()?;
     let (mut config, device) = arguments.subject(arguments.word(0).ok_or("usage: forms SIZE")?)?;
     let scale = if device.is_emulator() {
-        // The demo's vocabulary is the least that there are forms for.
+        // Forms need a vocabulary that is at least as large as the demo's.
         config.vocab_size = benches::demo().config.vocab_size;
         Scale { prompt: 5, most: 12, repeats: 1, batches: &[3], fields: [2, 20], answers: 1, sequences: 8 }
     } else {
@@ -80,7 +81,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What is measured.
+/// What is measured, and with what sizes.
 struct Measured {
     device: Device,
     config: Config,
@@ -93,9 +94,9 @@ struct Measured {
 struct Run {
     tokens: Vec<u32>,
     steps: usize,
-    /// From the first token to the last.
+    /// Seconds from the first token to the last.
     seconds: f64,
-    /// Until the first.
+    /// Seconds until the first token.
     first: f64,
 }
 
@@ -124,7 +125,7 @@ impl Measured {
         let prompt = tokens(&self.config, self.scale.prompt);
         let ends = &self.checkpoint.generation.eos_token_ids;
         let stop_tokens: &[u32] = if form.is_some() { ends } else { &[] };
-        // The prompt is not what is measured: it is in the cache.
+        // The prompt is in the cache already: it is not what is measured.
         let sequence = Sequence {
             prompt: &prompt,
             max_length: prompt.len() + most,
@@ -150,7 +151,8 @@ impl Measured {
         Ok(Run { tokens, steps, seconds, first })
     }
 
-    /// One sequence: a step under a form beside a free one, and tokens a second with drafts of what it forces.
+    /// One sequence: the time of a step under a form compared with a free one, and tokens a second when forced tokens
+    /// are drafted.
     fn one(&self, figures: &mut Figures) -> Result<()> {
         let mut gpu = self.gpu()?;
         let form = self.form(&fields(self.scale.fields[0]))?;
@@ -167,7 +169,7 @@ impl Measured {
                 if drafted.tokens != held.tokens {
                     return Err("drafts have changed the tokens of a form".into());
                 }
-                // The first warms up.
+                // The first run warms up.
                 if seed > 0 {
                     for (sum, run) in sums.iter_mut().zip([free, held, drafted]) {
                         let more = [(run.tokens.len() - 1) as f64, run.steps as f64, run.seconds];
@@ -195,13 +197,13 @@ impl Measured {
         Ok(())
     }
 
-    /// Time to the first token with a schema of many fields, over that without one.
+    /// The time to the first token with a schema of many fields, less that without one.
     fn first(&self, figures: &mut Figures) -> Result<()> {
         let mut gpu = self.gpu()?;
         let mut over = Vec::new();
         for seed in 0..=self.scale.repeats {
             let free = self.run(&mut gpu, 1, self.hot(seed), None, None)?;
-            // Not one that was compiled before.
+            // A schema that was not compiled before.
             let mut schema = fields(self.scale.fields[1]);
             schema["title"] = seed.into();
             let begun = Instant::now();
@@ -223,7 +225,7 @@ impl Measured {
         Ok(())
     }
 
-    /// The answers to `jobs` in a batch of so many sequences, and how long they took.
+    /// The answers to `jobs` in a batch of `sequences` sequences, and the seconds that they took.
     fn together(&self, sequences: u32, jobs: &[Request]) -> Result<(Vec<Answer>, f64)> {
         let weights = DeviceWeights::random(&self.config, &self.device)?;
         let options = BatchOptions { sequences: Some(sequences), ..BatchOptions::default() };
@@ -262,7 +264,7 @@ impl Measured {
         }
     }
 
-    /// Batches whose sequences each follow one of fifty schemas, beside free ones with as many tokens each.
+    /// Batches whose sequences each follow one of fifty schemas, compared with free answers of the same lengths.
     fn batches(&self, figures: &mut Figures) -> Result<()> {
         let forms = schemas().iter().map(|schema| self.form(schema)).collect::<Result<Vec<_>>>()?;
         for &sequences in self.scale.batches {
@@ -290,7 +292,7 @@ impl Measured {
         Ok(())
     }
 
-    /// How many sampled answers follow their schema, of those that no limit cut off; some of them also alone.
+    /// How many sampled answers follow their schema, among those that no limit cut off. Some are also answered alone.
     fn valid(&self, figures: &mut Figures) -> Result<()> {
         let schemas = schemas();
         let forms = schemas.iter().map(|schema| self.form(schema)).collect::<Result<Vec<_>>>()?;

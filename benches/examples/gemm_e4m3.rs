@@ -1,8 +1,8 @@
-//! GEMMs of e4m3 on card 0, in the shapes of Qwen3-8B's layers: compared with a plain reference, then timed beside
-//! those of bf16.
+//! GEMMs of e4m3 on card 0, in the shapes of Qwen3-8B's layers: compared with a plain reference, then timed next to
+//! GEMMs of bf16.
 //!
-//! `cargo run --release --package benches --example gemm_e4m3` prints TFLOP/s of both, the best of four times 20
-//! launches.
+//! `cargo run --release --package benches --example gemm_e4m3` prints TFLOP/s of both: the best of four measurements of
+//! 20 launches each.
 
 use std::error::Error;
 
@@ -22,9 +22,9 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 /// A GEMM of random codes and scales.
 struct Case {
     sizes: [usize; 3],
-    /// Pairs of codes in the place of bf16, `[m, k]` and `[n, k]`.
+    /// Pairs of codes, each in the place of a bf16: `[m, k]` and `[n, k]` codes.
     codes: [Vec<bf16>; 2],
-    /// As [`E4m3`] has them.
+    /// Scales, laid out as in [`E4m3`].
     scales: [Vec<f32>; 2],
     out: Buffer<bf16>,
     weights: Stream,
@@ -41,7 +41,7 @@ fn word(i: usize) -> u64 {
 impl Case {
     fn new(device: &Device, [m, n, k]: [usize; 3]) -> Result<Self> {
         let (pairs, groups) = (k / 2, k / SCALED_INPUTS as usize);
-        // Magnitudes below 4.
+        // All magnitudes are below 4.
         let codes = [m, n]
             .map(|rows| (0..rows * pairs).map(|i| bf16::from_bits(word(i + rows) as u16 & 0xc7c7)).collect::<Vec<_>>());
         let scale = |i: usize| (word(i) >> 40) as f32 / (1 << 24) as f32 / 64.0;
@@ -62,7 +62,7 @@ impl Case {
         Ok(Self { sizes: [m, n, k], codes, scales, out, weights, maps, of_scales, _x: x })
     }
 
-    /// As the kernel of bf16 takes it, for which the pairs are numbers.
+    /// Parameters for the kernel of bf16, to which each pair of codes is one number.
     fn of_pairs(&self) -> Gemm {
         let [m, n, _] = self.sizes.map(|size| size as u32);
         let matrix = self.weights.matrices()[0];
@@ -102,7 +102,7 @@ impl Case {
         unsafe { device.launch::<gemm_plain_e4m3>(blocks, Gemm::shared_bytes(128), p) }
     }
 
-    /// Compares all of the output with sums in f64.
+    /// Compares the whole output with sums in f64.
     fn check(&self, device: &Device) -> Result<()> {
         let [m, n, k] = self.sizes;
         self.enqueue(device)?;
@@ -121,7 +121,7 @@ impl Case {
                     (sum, magnitudes) = (sum + product, magnitudes + product.abs());
                 }
             }
-            // Fourteen bits of the tensor core, eight of the result.
+            // The tensor core keeps fourteen bits of the sums, the result eight.
             if (found.to_f64() - sum).abs() > magnitudes / 1000.0 + sum.abs() / 200.0 {
                 return Err(format!("row {row}, feature {feature}: {found}, and {sum} is right").into());
             }
@@ -130,7 +130,7 @@ impl Case {
     }
 }
 
-/// Seconds of a launch.
+/// The best seconds of a launch.
 fn time(device: &Device, run: impl Fn() -> std::result::Result<(), host::Error>) -> Result<f64> {
     const LAUNCHES: u32 = 20;
     let timer = device.timer()?;
@@ -156,7 +156,7 @@ fn main() -> Result<()> {
         for [n, k] in [[6144, 4096], [4096, 4096], [24576, 4096], [4096, 12288]] {
             let flop = 2.0 * (m * n * k) as f64;
             let case = Case::new(&device, [m, n, k])?;
-            // As many inputs of bf16 take the bytes of twice as many codes.
+            // A GEMM of bf16 with as many inputs takes the bytes of twice as many codes.
             let plain = Case::new(&device, [m, n, 2 * k])?;
             // SAFETY: as above.
             let bf16 = time(&device, || unsafe { gemm::enqueue(&device, &beside, PLAIN, plain.of_pairs()) })?;

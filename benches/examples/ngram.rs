@@ -1,5 +1,5 @@
-//! Measures the n-gram match on card 0: first exact equality with the serial algorithm at scale, then the figures of
-//! docs/reference/kernels/ngram.md, as tables and as JSON.
+//! Measures the n-gram match on card 0. First checks exact equality with the serial algorithm at scale, then prints the
+//! figures of docs/reference/kernels/ngram.md, as tables and as JSON.
 //!
 //! `cargo run --release --package benches --example ngram -- [file.json] [check|small|large|sweep|groups]...`
 
@@ -15,10 +15,10 @@ use gpu_kernels::ngram::TOGETHER;
 use host::device::Device;
 
 const REPEATS: usize = 21;
-/// Graphs of one call, replayed one after the other between two events.
+/// Replays of a graph of one call, between two events.
 const REPLAYS: usize = 200;
 
-/// Batch, longest text, seeds.
+/// Batch, longest text, number of seeds.
 const CHECKED: [(usize, usize, u64); 12] = [
     (1, 1, 20),
     (1, 131_072, 12),
@@ -149,7 +149,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Launches on a random batch and compares; how many launches.
+/// Launches the operator on a random batch in several ways, and compares the results. Returns the number of launches.
 fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -> Result<usize, Box<dyn Error>> {
     let inputs = Inputs::<T>::random(batch, longest, seed + (batch * 31 + longest) as u64);
     let expected = inputs.expected();
@@ -180,7 +180,7 @@ fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -
     Ok(ways.len())
 }
 
-/// Microseconds of a graph of a single call, replayed back to back, and of one with an empty kernel.
+/// Microseconds of a graph with a single call, replayed back to back, and of a graph with an empty kernel.
 fn alone(device: &Device, case: Published) -> Result<(f64, f64), Box<dyn Error>> {
     let batch = Batch::new(device, &case.inputs::<i64>(), 1)?;
     let timer = device.timer()?;

@@ -1,6 +1,6 @@
-//! What sampling and log-probabilities cost beside greedy decoding, on a card.
+//! What sampling and log-probabilities cost compared with greedy decoding, on a card.
 //!
-//! `sampled SIZE`, such as `sampled 8B`; `sampled small` runs on the emulator. Random weights. A line for each
+//! `sampled SIZE`, such as `sampled 8B`; `sampled small` runs on the emulator. Random weights. Prints a line for each
 //! measurement, and the figures as JSON.
 
 use std::time::Instant;
@@ -16,21 +16,21 @@ use model::{Config, Sampling};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// How much is measured.
+/// The sizes of the measurements.
 struct Scale {
     prompt: usize,
     tokens: usize,
     repeats: usize,
-    /// Sequences of a batch, tokens of each, and timed steps.
+    /// Numbers of sequences in a batch, tokens of each sequence, and timed steps.
     batches: &'static [u32],
     context: usize,
     steps: usize,
 }
 
-/// Tokens that a step of the script brings: 3 in the mean.
+/// Tokens that steps with the script give, in turn: 3 on average.
 const LENGTHS: [usize; 3] = [1, 3, 5];
 
-/// What users ask for, by name.
+/// Settings that users ask for, with their names.
 fn settings() -> [(&'static str, Sampling); 6] {
     let plain = Sampling { seed: 7, ..Sampling::default() };
     let qwen = Sampling { temperature: 0.6, top_k: 20, top_p: 0.95, ..plain };
@@ -66,7 +66,7 @@ fn main() -> Result<()> {
 
 type Figures = Vec<(String, f64)>;
 
-/// One sequence: each setting's rate over the greedy one beside it.
+/// One sequence: the rate of each setting, divided by the greedy rate measured next to it.
 fn one(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures) -> Result<()> {
     let weights = DeviceWeights::random(config, device)?;
     let mut gpu = Gpu::with_weights(device, config, weights, scale.prompt + scale.tokens)?;
@@ -103,7 +103,7 @@ fn one(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures) -
     Ok(())
 }
 
-/// An answer's tokens, and how many a second came after the first.
+/// An answer's tokens, and the rate of those after the first.
 fn answer(
     gpu: &mut Gpu,
     prompt: &[u32],
@@ -128,10 +128,10 @@ fn answer(
     }
 }
 
-/// Many sequences: steps of each setting, and of log-probabilities, over greedy ones.
+/// Many sequences: the time of steps with each setting, and with log-probabilities, divided by that of greedy steps.
 fn batch(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures) -> Result<()> {
     let [qwen, _, top_p, min_p, presence, repetition] = settings().map(|(_, sampling)| sampling);
-    // One sequence after the other has the next one's.
+    // The sequences take these settings in turn.
     let mixed = vec![qwen, Sampling::default(), top_p, min_p, presence, repetition];
     let cases = [
         ("sampled", "sample", vec![qwen], None),
@@ -168,8 +168,8 @@ fn batch(device: &Device, config: &Config, scale: &Scale, figures: &mut Figures)
     Ok(())
 }
 
-/// Seconds of a step of `count` sequences, the median; each is begun while the one before is under way, as a batch
-/// does.
+/// The median seconds of a step of `count` sequences. Each step begins while the one before is under way, as in a
+/// batch.
 fn step(
     backend: &mut GpuBatch,
     config: &Config,

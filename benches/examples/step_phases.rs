@@ -1,4 +1,4 @@
-//! Where the time of a decode step goes: the mean over blocks and layers between the points that it passes.
+//! Where the time of a decode step goes: the mean time, over blocks and layers, between the points that a step passes.
 //!
 //! `step_phases SIZE CONTEXT ROWS`, such as `step_phases 8B 128 1`. Random weights.
 

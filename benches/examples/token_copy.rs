@@ -1,8 +1,8 @@
-//! Measures the token-record gather: every variant on the published workload, each byte checked first.
+//! Measures the token-record gather: every variant on the published workload, after a check of every byte.
 //!
-//! `token_copy [records pairs]`: without arguments, 262,144 pairs of 300,000 records, on the first CUDA card; with
-//! them, under the emulator where there is no card. Rates are GiB/s of payload, medians of device time, with all that a
-//! variant does counted.
+//! `token_copy [records pairs]`. Without arguments it copies 262,144 pairs of 300,000 records on the first CUDA card.
+//! With arguments it uses the emulator if there is no card. Rates are GiB/s of payload, from the median device time of
+//! all that a variant does.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ type Failure = Box<dyn std::error::Error>;
 
 const MLA: u32 = 656;
 
-/// `count` of `0..bound`, each once, in any order.
+/// `count` different numbers of `0..bound`, in random order.
 fn unique(random: &mut Random, count: usize, bound: usize) -> Vec<i32> {
     let mut all: Vec<i32> = (0..bound as i32).collect();
     for i in 0..count {
@@ -35,7 +35,7 @@ fn gib_s(bytes: u64, ms: f64) -> f64 {
     bytes as f64 / (1u64 << 30) as f64 / (ms * 1e-3)
 }
 
-/// A program's worth of state.
+/// What every measurement needs.
 struct Bench {
     device: Device,
     timer: Timer,
@@ -52,7 +52,7 @@ impl Bench {
             work()?;
             self.timer.stop()?;
             let ms = self.timer.elapsed_ms()?;
-            // The first warms up.
+            // The first run warms up.
             if i > 0 {
                 times.push(ms);
             }
@@ -219,7 +219,7 @@ fn sms(bench: &Bench, sets: &[(&str, &Vec<i32>)], dst_index: &[i32]) -> Result<(
     Ok(())
 }
 
-/// What the bus gives to records that are whole lines, and to those that are not.
+/// What the bus gives to records that are whole lines, and to records that are not.
 fn packets(bench: &Bench) -> Result<(), Failure> {
     println!("\nsequential records, by size");
     let bytes = bench.pairs * MLA as usize;
@@ -299,7 +299,7 @@ fn details(bench: &Bench, set: &[i32], dst: &[i32]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The way back: records of the device to random places of the host's memory.
+/// The way back: copies records of the device to random places in the host's memory.
 fn eviction(bench: &Bench, places: &[i32]) -> Result<(), Failure> {
     let shape =
         Shape { record_bytes: MLA, src_records: bench.pairs, dst_records: bench.records, max_pairs: bench.pairs };
@@ -338,7 +338,7 @@ fn eviction(bench: &Bench, places: &[i32]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What a copy on one queue does to a kernel on another that reads memory as fast as it can.
+/// What a copy on one queue costs a kernel on another queue that reads memory as fast as it can.
 fn neighbour(bench: &Bench, set: &[i32], dst: &[i32]) -> Result<(), Failure> {
     let side = bench.device.beside()?;
     let (src_records, max_pairs) = (bench.records, bench.pairs);

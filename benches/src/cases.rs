@@ -1,4 +1,4 @@
-//! What `warpdraft bench` measures, a file each: sizes, and the run that checks and times them.
+//! What `warpdraft bench` measures, each in a file: its sizes, and the run that checks and times it.
 
 pub mod attention;
 pub mod ceilings;

@@ -1,4 +1,4 @@
-//! Forms to measure and test with: schemas of every kind that is used, of any size, and a vocabulary of any size.
+//! Forms to measure and test with: schemas of every kind in use, of any size, and a vocabulary of any size.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use model::{Checkpoint, Config, Tokenizer};
 use serde_json::{Map, Value, json};
 
-/// A text of bounded length: so that no answer goes on for ever.
+/// A text of bounded length, so that no answer goes on for ever.
 fn text(most: usize) -> Value {
     json!({"type": "string", "maxLength": most})
 }
@@ -33,8 +33,8 @@ pub fn fields(count: usize) -> Value {
     object(&properties)
 }
 
-/// Fifty schemas: nesting, arrays with bounds, enumerations, `anyOf`, patterns, formats, `$ref`, numbers with limits,
-/// and what else JSON Schema has, five of each.
+/// Fifty schemas, five of each kind: nesting, arrays with bounds, enumerations, `anyOf`, patterns, formats, `$ref`,
+/// numbers with limits, and what else JSON Schema has.
 pub fn schemas() -> Vec<Value> {
     (0..5).flat_map(kinds).collect()
 }
@@ -94,10 +94,10 @@ fn kinds(n: usize) -> [Value; 10] {
     ]
 }
 
-/// The demo model's checkpoint as one of another shape with a vocabulary to match, for what needs no weights of it.
+/// The demo model's checkpoint, given another shape and a vocabulary to match, for uses that need no weights.
 ///
 /// # Errors
-/// A vocabulary smaller than the demo's.
+/// If the vocabulary is smaller than the demo's.
 pub fn checkpoint(config: &Config) -> Result<Checkpoint, Box<dyn std::error::Error>> {
     let mut demo = crate::demo();
     if config.vocab_size < demo.config.vocab_size {
@@ -108,8 +108,8 @@ pub fn checkpoint(config: &Config) -> Result<Checkpoint, Box<dyn std::error::Err
     Ok(demo)
 }
 
-/// The demo's tokenizer with pairs of its tokens as further tokens, up to so many: as long as those of a large
-/// vocabulary, and as much alike.
+/// The demo's tokenizer, to which pairs of its tokens are added as tokens until there are `vocab_size`. They are as
+/// long as those of a large vocabulary, and as much alike.
 fn tokenizer(demo: &Checkpoint, vocab_size: usize) -> Result<Tokenizer, Box<dyn std::error::Error>> {
     let path = crate::repository().join("model/demo/tokenizer.json");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&path)?)?;

@@ -1,9 +1,9 @@
-//! The GEMM of prompts as others have it, to be compared with them.
+//! The GEMM of prompts as other libraries have it, for comparison with them.
 
 use bench_kernels::gemm as kernels;
 use host::gemm::{Epilogue, Family};
 
-/// Rounds sums to bf16. The device was [opened](crate::options) with the kernels for it.
+/// Rounds sums to bf16. The device must be [opened](crate::options) with the kernels for measuring.
 pub const PLAIN: Epilogue = Epilogue::Other(&Family::of::<
     kernels::gemm_plain_n128,
     kernels::gemm_plain_n192,

@@ -1,12 +1,13 @@
-//! Benchmarks: each kernel beside the limit of the card that it runs on.
+//! The harness of the benchmarks, which compares each kernel with the limit of the card that it runs on.
 //!
-//! A case is checked against a plain result, then timed: enqueued many times in one CUDA graph, over inputs that change
-//! from launch to launch so that no cache flatters it, the graph replayed and timed by device events. The figure is the
-//! median of the replays. The limits are measured in the same run ([`ceilings`](crate::cases::ceilings)), because cards
-//! of one name differ: a case that moves bytes is held against the measured bandwidth of its way, one that multiplies
-//! against the measured rate of the tensor cores, the slower of the two.
+//! A case is checked against a plain result, then timed. To be timed it is enqueued many times in one CUDA graph, over
+//! inputs that change from launch to launch so that no cache flatters it. The graph is replayed, and timed by device
+//! events. The figure is the median of the replays. The limits are measured in the same run
+//! ([`ceilings`](crate::cases::ceilings)), because cards of one name differ. A case that moves bytes is compared with
+//! the measured bandwidth of their path, one that multiplies with the measured rate of the tensor cores; a case that
+//! does both, with the slower of the two.
 //!
-//! On the emulator, a case runs once, small, and is checked; nothing is timed.
+//! On the emulator, a case runs once, at a small size, and is only checked.
 
 use std::fmt;
 
@@ -21,22 +22,22 @@ const GRAPH_MS: f64 = 1.5;
 const MOST_LAUNCHES: usize = 512;
 /// Replays before the first that counts.
 const WARM_UP: usize = 3;
-/// Seconds after which a case that is slow has been measured often enough, and how often that is at least.
+/// Seconds after which a slow case has been measured often enough, and the least number of its measurements.
 const PATIENCE: (f64, usize) = (1.0, 5);
 
 /// Why a benchmark could not be run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BenchError {
-    /// The device.
+    /// A device error.
     #[error(transparent)]
     Device(#[from] Error),
-    /// A kernel's result is not the plain one.
+    /// A kernel's result differs from the plain one.
     #[error("{case}: the kernel's result differs from the plain one ({what}); please report this")]
     Wrong {
         /// The case.
         case: String,
-        /// By how much, or where.
+        /// The size of the difference, or its place.
         what: String,
     },
     /// A size that the kernels or the device cannot take.
@@ -44,7 +45,7 @@ pub enum BenchError {
     Size(String),
 }
 
-/// What a figure is given in.
+/// The unit of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// 10⁹ bytes a second.
@@ -89,7 +90,7 @@ pub struct Work {
     pub operations: u64,
 }
 
-/// The way that a case's bytes take.
+/// The path that a case's bytes take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     /// From device memory.
@@ -147,7 +148,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The least seconds that `work` can take on `path`, and what sets them.
+    /// The least seconds that `work` can take on `path`, and what sets them; `None` without a limit.
     pub fn floor(&self, work: Work, path: Path) -> Option<(f64, LimitKind)> {
         let (rate, kind) = match path {
             Path::Read => (self.read, LimitKind::Read),
@@ -167,14 +168,14 @@ impl Limits {
     }
 }
 
-/// Which case this is.
+/// The name of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Label {
     /// The benchmark: `linear`.
     pub bench: &'static str,
-    /// What of it: `qkv 4096 × 6144`.
+    /// The case within the benchmark: `qkv 4096 × 6144`.
     pub name: String,
-    /// At which size: `M = 8`.
+    /// Its size: `M = 8`.
     pub size: String,
 }
 
@@ -187,35 +188,35 @@ impl fmt::Display for Label {
 /// A result.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// Which case.
+    /// Which case this is.
     pub label: Label,
-    /// What it is given in.
+    /// The unit of the figure.
     pub unit: Unit,
     /// The least that it must do.
     pub work: Work,
-    /// The figures; none on the emulator, where the case was checked and not timed.
+    /// The figures; `None` on the emulator, where the case was only checked.
     pub figures: Option<Figures>,
 }
 
 /// The figures of a row.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// Seconds of a launch: the median.
+    /// Median seconds of a launch.
     pub seconds: f64,
-    /// The same in the row's unit.
+    /// The median in the row's unit.
     pub median: f64,
     /// [`Samples::spread`].
     pub spread: f64,
-    /// How often it was measured.
+    /// Number of measurements.
     pub repeats: usize,
-    /// What the card would allow, if the case has a limit.
+    /// The card's limit, if the case has one.
     pub limit: Option<Limit>,
 }
 
-/// What the card would allow.
+/// A limit of the card.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
-    /// In the row's unit.
+    /// The limit in the row's unit.
     pub value: f64,
     /// What sets it.
     pub kind: LimitKind,
@@ -228,21 +229,21 @@ pub struct Limit {
 pub enum Event<'a> {
     /// A case begins.
     Begin(&'a Label),
-    /// It is done.
+    /// The case is done.
     Done(&'a Row),
 }
 
 /// A case to run.
 pub struct Case {
-    /// Which.
+    /// Its name.
     pub label: Label,
-    /// What its figure is given in.
+    /// The unit of its figure.
     pub unit: Unit,
     /// The least that it must do.
     pub work: Work,
-    /// The way of its bytes.
+    /// The path of its bytes.
     pub path: Path,
-    /// Over how many inputs it rotates.
+    /// The number of inputs that it rotates over.
     pub sets: usize,
 }
 
@@ -257,13 +258,13 @@ pub struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// On `device`, with up to `repeats` measurements of each case (fewer where one takes long); `watch` is told how it
-    /// goes.
+    /// A bench on `device`, with up to `repeats` measurements of each case (fewer if a case is slow). `watch` is called
+    /// as cases begin and end.
     ///
     /// # Errors
-    /// A driver error.
+    /// If the driver fails.
     pub fn new(device: &'a Device, repeats: usize, watch: &'a mut dyn FnMut(Event<'_>)) -> Result<Self, BenchError> {
-        // The emulator has the host's memory, and no clock of its own.
+        // The emulator uses the host's memory, and has no clock of its own.
         let timed = device.free_memory()?.is_some();
         Ok(Self { device, repeats: repeats.max(1), timed, limits: Limits::default(), rows: Vec::new(), watch })
     }
@@ -278,7 +279,7 @@ impl<'a> Bench<'a> {
         self.timed
     }
 
-    /// The limits that cases are held against.
+    /// The limits that cases are compared with.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
@@ -288,7 +289,7 @@ impl<'a> Bench<'a> {
         &self.rows
     }
 
-    /// The results.
+    /// Ends the bench, and returns the results.
     pub fn into_rows(self) -> Vec<Row> {
         self.rows
     }
@@ -308,11 +309,12 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Launches a case with `run`, told which input to take, and has `check` look at the result of input 0, which gives
-    /// what is wrong; then times it, if this device can be timed. `run` only enqueues.
+    /// Launches a case with `run`, which is given the number of the input to take. Then `check` looks at the result of
+    /// input 0, and returns what is wrong with it, if anything. Then the case is timed, if this device can be timed.
+    /// `run` only enqueues.
     ///
     /// # Errors
-    /// A device error, or a wrong result.
+    /// If the device fails, or a result is wrong.
     pub fn case(
         &mut self,
         case: Case,
@@ -347,7 +349,7 @@ impl<'a> Bench<'a> {
         Ok(row)
     }
 
-    /// Adds a row of what the host does in place of a kernel, in seconds. It has no limit, and is not told of.
+    /// Adds a row for what the host does in place of a kernel. The row has no limit, and `watch` is not called.
     pub(crate) fn on_host(&mut self, label: Label, work: Work, samples: &Samples) {
         let (seconds, unit) = (samples.median(), Unit::Microseconds);
         let median = unit.figure(work, seconds);
@@ -356,14 +358,14 @@ impl<'a> Bench<'a> {
         self.rows.push(Row { label, unit, work, figures });
     }
 
-    /// Seconds of a launch, measured over and over.
+    /// Measures the seconds of a launch repeatedly.
     fn time(&self, sets: usize, run: &mut dyn FnMut(usize) -> Result<(), Error>) -> Result<Samples, Error> {
         let timer = self.device.timer()?;
-        // How many launches fill a graph: an estimate, from launches one by one.
+        // How many launches fill a graph is estimated from a few launches without one.
         let some = sets.clamp(2, 8);
         let once = timer.time(|| (0..some).try_for_each(|i| run(i % sets)))? / some as f64;
         let launches = ((GRAPH_MS / once.max(1e-4)).ceil() as usize).clamp(1, MOST_LAUNCHES);
-        // Whole rounds, so that every input is met as often.
+        // Whole rounds, so that every input is used equally often.
         let launches = launches.next_multiple_of(sets.min(MOST_LAUNCHES));
         let mut graph = self.device.capture(|| (0..launches).try_for_each(|i| run(i % sets)))?;
         for _ in 0..WARM_UP {
@@ -379,7 +381,7 @@ impl<'a> Bench<'a> {
             samples.push(ms / 1e3 / launches as f64);
         }
         drop(graph);
-        // There is at least one, and events give numbers.
+        // There is at least one sample, and events give numbers.
         Samples::new(samples).ok_or(Error::Driver { doing: "timing".into(), reason: "no time was measured".into() })
     }
 }
@@ -393,7 +395,7 @@ pub(crate) fn compare(found: &[f32], expected: &[f64], tolerance: f64) -> Option
     let scale = expected.iter().fold(1e-30f64, |m, v| m.max(v.abs()));
     let error = found.iter().zip(expected).fold(0f64, |m, (&f, e)| {
         let error = (f64::from(f) - e).abs();
-        // NaN must not vanish in a maximum.
+        // NaN must not get lost in the maximum.
         if error.is_nan() { f64::INFINITY } else { m.max(error) }
     });
     (error > tolerance * scale).then(|| format!("by {:.2e} of the largest value", error / scale))

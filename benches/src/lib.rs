@@ -1,15 +1,15 @@
-//! Everything that only measures: benchmarks of each kernel beside the limit of the card that it runs on, and the
-//! operators that answer nobody's request.
+//! Everything that only measures: benchmarks, which compare each kernel with the limit of the card that it runs on, and
+//! operators that serve no request.
 //!
-//! - [`Bench`] is the harness: it checks a case, times it, and sets it beside what the card can do. [`cases`] are what
-//!   `warpdraft bench` runs in it.
+//! - [`Bench`] is the harness: it checks a case, times it, and compares it with what the card can do. [`cases`] are
+//!   what `warpdraft bench` runs in it.
 //! - [`ngram`] and [`token_copy`] are the published operators over whole batches and regions, with their ladders.
 //! - [`gemm`] and [`unfused`] are what the forward pass is compared with.
-//! - `benches/kernels` has their device routines. They are a PTX module of their own, [`MODULES`], which a device is
-//!   [opened](device) with.
+//! - `benches/kernels` has their device routines. They are a PTX module of their own, [`MODULES`], with which a device
+//!   is [opened](device).
 //!
-//! The examples measure more than a command should: `cargo run --release --package benches --example NAME`. `cargo
-//! bench --package benches` are Criterion's, of the host-side parts.
+//! The examples measure more than a command should: `cargo run --release --package benches --example NAME`.
+//! `cargo bench --package benches` runs Criterion's benchmarks of the host-side parts.
 
 pub mod cases;
 pub mod forms;
@@ -78,7 +78,7 @@ mod tests {
         has::<bench_kernels::token_copy::token_copy_grouped_656_i32>(&all);
         has::<bench_kernels::script::draft_script>(&all);
         has::<bench_kernels::gemm::gemm_plain_4x2>(&["sm_90a"]);
-        // Those of `gpu-kernels` are not built once more.
+        // The kernels of `gpu-kernels` are not built a second time.
         let others = MODULES.iter().flat_map(|image| image.layouts).filter(|(kernel, _)| *kernel == "sample");
         assert_eq!(others.count(), 0);
     }

@@ -1,8 +1,8 @@
-//! The n-gram drafting operators over batches: [`Inputs`] are the arrays of a batch on the host, with their
-//! serial answer; [`Batch`] is the same on a device, where the kernels run on it.
+//! The n-gram drafting operators over batches. [`Inputs`] are a batch's arrays on the host, with the serial algorithm's
+//! answer. [`Batch`] is the same batch on a device, where the kernels run on it.
 //!
-//! The decode loop of [`host::Gpu`] launches the operator on its own buffers; this is for batches that come as arrays:
-//! tests at scale, and measuring ([`measure`]).
+//! The decode loop of [`host::Gpu`] launches the operator on its own buffers. This module is for batches that come as
+//! arrays: tests at scale, and measuring ([`measure`]).
 
 mod inputs;
 pub mod measure;
@@ -57,15 +57,15 @@ impl TokenId for i64 {
 /// How a batch is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// So many blocks, at least 1, between which the work is spread.
+    /// Spreads the work over this many blocks, at least 1.
     Blocks(u32),
-    /// A block a sequence: [`ngram::together`](mod@ngram::together).
+    /// One block for each sequence: [`ngram::together`](mod@ngram::together).
     Together,
 }
 
 /// Batches on a device: one or several copies of the same [`Inputs`], side by side in memory.
 ///
-/// Several are for measuring: launches that rotate over them find no tokens in the cache.
+/// Several copies are for measuring: launches that rotate over them find no tokens in the cache.
 pub struct Batch<T> {
     device: Device,
     sets: usize,
@@ -103,7 +103,7 @@ impl<T: TokenId> Batch<T> {
     /// Uploads `sets` copies of `inputs`.
     ///
     /// # Errors
-    /// Too little device memory, or a driver error.
+    /// If there is too little device memory, or the driver fails.
     pub fn new(device: &Device, inputs: &Inputs<T>, sets: usize) -> Result<Self, Error> {
         let before = inputs.before();
         let filled = u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]);
@@ -172,7 +172,7 @@ impl<T: TokenId> Batch<T> {
         NgramMatch { sequences, seq_lens_encoder, draft_token_num }
     }
 
-    /// The launch that the operator gets by default.
+    /// How the operator is launched by default.
     pub fn way(&self) -> Way {
         let (batch, longest, sms) = (self.batch as u32, self.longest, self.device.sms());
         if ngram::together::<T>(batch, longest, sms) {
@@ -182,21 +182,22 @@ impl<T: TokenId> Batch<T> {
         }
     }
 
-    /// Enqueues the operator on copy `set`, in [`Batch::way`]. Copies share a workspace: one queue launches them all.
+    /// Enqueues the operator on copy `set`, in [`Batch::way`]. Copies share a workspace, so all launches must be on one
+    /// queue.
     ///
     /// # Errors
-    /// A driver error; under the emulator also whatever the kernel did wrong.
+    /// If the driver fails; under the emulator also whatever the kernel did wrong.
     pub fn launch(&self, set: usize) -> Result<(), Error> {
         self.launch_with(set, self.way())
     }
 
-    /// The same in another way. The result does not depend on it.
+    /// As [`Batch::launch`], in a given way. The result does not depend on the way.
     ///
     /// # Errors
     /// As for [`Batch::launch`].
     ///
     /// # Panics
-    /// If the way is not for so many sequences.
+    /// If the way cannot take so many sequences.
     pub fn launch_with(&self, set: usize, way: Way) -> Result<(), Error> {
         match self.operator {
             _ if self.batch == 0 => Ok(()),
@@ -226,7 +227,7 @@ impl<T: TokenId> Batch<T> {
         }
     }
 
-    /// Makes the outputs of every copy what they were before the first launch.
+    /// Resets the outputs of every copy to what they were before the first launch.
     ///
     /// # Errors
     /// A driver error.
@@ -251,8 +252,8 @@ impl<T: TokenId> Batch<T> {
         Ok(Outcome { rows, drafts })
     }
 
-    /// What the operator left in copy `set` is right, and the workspace is as the next launch wants it; else what is
-    /// wrong.
+    /// Checks what the operator left in copy `set`, and that the workspace is as the next launch needs it. Returns what
+    /// is wrong, if anything.
     ///
     /// # Errors
     /// As for [`Batch::outcome`].
@@ -312,7 +313,7 @@ impl Batch<i64> {
     }
 }
 
-/// The way over the host: the batch copied to pinned memory, the serial algorithm, and its outputs copied back.
+/// The way over the host: it copies the batch to pinned memory, runs the serial algorithm, and copies the outputs back.
 pub struct OverHost<'a, T: TokenId> {
     batch: &'a mut Batch<T>,
     input_ids: Pinned<T>,
@@ -341,7 +342,7 @@ impl<'a, T: TokenId> OverHost<'a, T> {
         })
     }
 
-    /// All of it, for `ngram_match`: copies, search, copies.
+    /// Runs `ngram_match` over the host: copies, search, copies.
     ///
     /// # Errors
     /// A driver error.

@@ -1,4 +1,4 @@
-//! Random device memory that the host knows too.
+//! Random device memory whose content the host knows.
 
 use half::bf16;
 
@@ -10,18 +10,18 @@ use crate::random::random;
 /// Elements of the pattern: 32 MiB of it.
 const PATTERN: usize = 16 << 20;
 
-/// Device memory filled with random numbers between −1 and 1: a pattern, over and over, so that the host can say what
-/// is at any place and keeps little of it.
+/// Device memory filled with random numbers between −1 and 1. It repeats one pattern, so that the host can say what is
+/// at any place without keeping all of it.
 pub struct Pool {
     buffer: Buffer<bf16>,
     pattern: Vec<bf16>,
 }
 
 impl Pool {
-    /// `len` elements.
+    /// A pool of `len` elements.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// If there is too little memory, or the driver fails.
     pub fn new(device: &Device, len: usize) -> Result<Self, BenchError> {
         let pattern = random(len.min(PATTERN), 1);
         let mut buffer = device.zeroed(len)?;
@@ -39,7 +39,7 @@ impl Pool {
         self.pattern[i % PATTERN].to_f64()
     }
 
-    /// All of it, in words of 32 bits, exclusive-ored. The length is even.
+    /// The exclusive or of all 32-bit words. The length must be even.
     pub fn exclusive_or(&self) -> u32 {
         let words = |elements: &[bf16]| {
             elements
@@ -49,11 +49,11 @@ impl Pool {
                 .fold(0, |sum, [low, high]| sum ^ (u32::from(high.to_bits()) << 16 | u32::from(low.to_bits())))
         };
         let (whole, rest) = (self.buffer.len() / PATTERN, self.buffer.len() % PATTERN);
-        // Twice the same leaves nothing.
+        // Patterns cancel out in pairs.
         (if whole % 2 == 1 { words(&self.pattern) } else { 0 }) ^ words(&self.pattern[..rest])
     }
 
-    /// The elements from `start` on.
+    /// The elements from `start` on, without end.
     pub fn from(&self, start: usize) -> impl Iterator<Item = f64> + '_ {
         (start..).map(|i| self.at(i))
     }

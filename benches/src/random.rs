@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-/// Numbers that follow from a seed (splitmix64): fast, and without a pattern that a memory system would like.
+/// Numbers that follow from a seed (splitmix64): fast, and without a pattern that a memory system could exploit.
 pub struct Random(pub u64);
 
 impl Random {

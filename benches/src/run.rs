@@ -8,16 +8,16 @@ use model::Sampling;
 
 /// A greedy answer.
 pub struct Run {
-    /// What was said.
+    /// The answer's tokens.
     pub tokens: Vec<u32>,
-    /// Each decode step, from the report before it to its own.
+    /// The time of each decode step, from the report of the step before to its own.
     pub steps: Vec<Duration>,
     /// Drafts that were tried.
     pub drafted: usize,
 }
 
 impl Run {
-    /// The answer of `gpu` to `prompt`, of so many tokens at most.
+    /// The answer of `gpu` to `prompt`, of at most `tokens` tokens.
     ///
     /// # Errors
     /// As [`Backend::begin`] and [`Backend::step`].
@@ -39,7 +39,7 @@ impl Run {
         }
     }
 
-    /// Tokens a second, without the first.
+    /// Tokens a second, after the first token.
     #[must_use]
     pub fn rate(&self) -> f64 {
         (self.tokens.len() - 1) as f64 / self.steps.iter().sum::<Duration>().as_secs_f64()

@@ -1,14 +1,14 @@
-//! Drafts at an acceptance that is known beforehand.
+//! Drafts with an acceptance that is known beforehand.
 
 use bench_kernels::script::draft_script;
 use host::{Error, Gpu};
 
-/// From now on, what drafts on `gpu` proposes `answer` after `prompt`, with a wrong token at the end of each of
-/// `lengths`, over and over (each at least 1). As many tokens as each length says are then confirmed by a step, if it
-/// runs all drafts. The device was [opened](crate::options) with the kernel for it.
+/// From now on, `gpu` drafts by a script. The script proposes `answer` after `prompt`, with a wrong token at the end of
+/// each of `lengths`, over and over (each at least 1). So a step that runs all drafts confirms as many tokens as each
+/// length says. The device must be [opened](crate::options) with the kernels for measuring.
 ///
 /// # Errors
-/// Too little memory, or a driver error.
+/// If there is too little memory, or the driver fails.
 pub fn draft_by_script(gpu: &mut Gpu, prompt: &[u32], answer: &[u32], lengths: &[usize]) -> Result<(), Error> {
     // SAFETY: the kernel is written for these parameters.
     unsafe { gpu.set_script::<draft_script>(&script(prompt, answer, lengths)) }

@@ -1,11 +1,11 @@
-//! What many measurements of one thing say.
+//! Statistics of many measurements of one thing.
 
-/// Measurements, in order of size.
+/// Measurements, sorted.
 #[derive(Clone, Debug)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Of these; none if there are none, or one is no number.
+    /// Sorts these values; `None` if there are none, or one is NaN.
     pub fn new(mut values: Vec<f64>) -> Option<Self> {
         if values.is_empty() || values.iter().any(|v| v.is_nan()) {
             return None;
@@ -19,7 +19,7 @@ impl Samples {
         self.0.len()
     }
 
-    /// The value that a `share` of the measurements (0 to 1) is below, between neighbours in proportion.
+    /// The value that a `share` of the measurements (0 to 1) is below, interpolated between neighbours.
     pub fn quantile(&self, share: f64) -> f64 {
         let last = self.0.len() - 1;
         let place = share.clamp(0.0, 1.0) * last as f64;
@@ -28,13 +28,13 @@ impl Samples {
         self.0[below] * (1.0 - part) + self.0[above] * part
     }
 
-    /// The value in the middle.
+    /// The median.
     pub fn median(&self) -> f64 {
         self.quantile(0.5)
     }
 
-    /// From the 10th to the 90th percentile, as a share of the median: 0.02 says that most measurements lie within
-    /// about 1 % of it.
+    /// The distance from the 10th to the 90th percentile, as a share of the median: 0.02 says that most measurements
+    /// lie within about 1 % of it.
     pub fn spread(&self) -> f64 {
         let median = self.median();
         if median == 0.0 { 0.0 } else { (self.quantile(0.9) - self.quantile(0.1)) / median }

@@ -1,4 +1,4 @@
-//! What the examples share: their command line, the shape that is measured, and the device.
+//! What the examples share: the command line, the shape to measure, and the device.
 
 use std::error::Error;
 use std::path::Path;
@@ -14,14 +14,14 @@ use crate::cases::decode;
 /// What decode steps read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WeightsArgument {
-    /// As of [`DeviceOptions`].
+    /// As in [`DeviceOptions`].
     pub lossless: Option<bool>,
-    /// What random weights of layers are rounded to, if they are.
+    /// What random weights of layers are rounded to, if they are rounded.
     pub code: Option<Code>,
 }
 
 impl WeightsArgument {
-    /// By their names, with what these mean.
+    /// All of them: the name, what it means, and the value.
     pub const ALL: [(&str, &str, Self); 4] = [
         ("plain", "As they are", Self { lossless: Some(false), code: None }),
         ("packed", "Packed without loss, in some 11.2 bits", Self { lossless: Some(true), code: None }),
@@ -39,23 +39,23 @@ impl FromStr for WeightsArgument {
     }
 }
 
-/// What a program that measures was told: flags that choose kernels (`--kernels FILE`, `--level LEVEL`, `--unfused`,
-/// `--weights plain`, `packed`, `fp8` or `int4`, as of `warpdraft bench`), and words of its own.
+/// The arguments of a program that measures: flags that choose kernels (`--kernels FILE`, `--level LEVEL`, `--unfused`,
+/// `--weights plain`, `packed`, `fp8` or `int4`, as in `warpdraft bench`), and words of its own.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Arguments {
     /// How a device is opened.
     pub options: DeviceOptions,
-    /// What random weights of layers are rounded to, if they are.
+    /// What random weights of layers are rounded to, if they are rounded.
     pub code: Option<Code>,
-    /// What is no such flag, in order.
+    /// All other arguments, in order.
     pub words: Vec<String>,
 }
 
 impl Arguments {
-    /// Those of this program.
+    /// Reads the arguments of this program.
     ///
     /// # Errors
-    /// A flag that there is not, or without its file.
+    /// If there is no such flag, or its value is missing.
     pub fn read() -> Result<Self, String> {
         Self::of(std::env::args().skip(1))
     }
@@ -87,7 +87,7 @@ impl Arguments {
         self.words.get(i).map(String::as_str)
     }
 
-    /// Random weights of this shape, as they were asked for.
+    /// Random weights of this shape, as the arguments ask for them.
     ///
     /// # Errors
     /// As [`DeviceWeights::random`].
@@ -108,10 +108,10 @@ impl Arguments {
         Device::emulator_with(1, &self.options)
     }
 
-    /// The [`shape`] of that name, and card 0; of `small`, a small shape and the emulator.
+    /// The [`shape`] of that name, and card 0. For `small`, a small shape and the emulator.
     ///
     /// # Errors
-    /// No such shape, or no such card.
+    /// If there is no such shape, or no such card.
     pub fn subject(&self, name: &str) -> Result<(Config, Device), Box<dyn Error>> {
         match name {
             "small" => Ok((decode::DecodeSizes::small().config, self.emulator())),
@@ -120,11 +120,11 @@ impl Arguments {
     }
 }
 
-/// The shape of a model, and what to call it: of a published Qwen3 by its size, or of any model by the path of its
+/// The shape of a model, and a label for it. `name` is the size of a published Qwen3, or the path of any model's
 /// `config.json` or of the folder with it.
 ///
 /// # Errors
-/// No such size and no such file, or a model that is not supported.
+/// If there is neither such a size nor such a file, or the model is not supported.
 pub fn shape(name: &str) -> Result<(String, Config), String> {
     let size = Config::PUBLISHED.into_iter().find(|size| size.eq_ignore_ascii_case(name));
     if let Some((size, config)) = size.and_then(|size| Some((size, Config::published(size)?))) {
@@ -143,7 +143,7 @@ pub fn shape(name: &str) -> Result<(String, Config), String> {
     Ok((label.to_string_lossy().into_owned(), config))
 }
 
-/// A text of `len` tokens of this shape's vocabulary, drawn at random: the same each time.
+/// A text of `len` tokens of this shape's vocabulary, drawn at random, but the same each time.
 pub fn tokens(config: &Config, len: usize) -> Vec<u32> {
     (0..len as u64).map(|i| (gpu_kernels::sample::random(7, i) % config.vocab_size as u64) as u32).collect()
 }

@@ -1,8 +1,8 @@
 //! The token-record gather: fixed-size records copied between two regions by `(src, dst)` pairs.
 //!
-//! [`TokenCopy`] holds what a copy needs besides the regions, so that a copy allocates nothing. Indices lie on the
-//! device; [`TokenCopy::check`] looks at them once, and what it returns can be copied as often as wanted, in a recorded
-//! graph too:
+//! [`TokenCopy`] holds what a copy needs besides the regions, so that a copy allocates nothing. Indices are on the
+//! device. [`TokenCopy::check`] checks them once; the pairs that it returns can be copied as often as wanted, also in a
+//! recorded graph:
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -49,20 +49,20 @@ pub enum Error {
         /// Records of the destination.
         dst_records: usize,
     },
-    /// A size that the copies are not made for.
+    /// A size that the copies cannot take.
     #[error("{what} cannot be {found}; {most}")]
     Size {
-        /// Of what.
+        /// The thing that has this size.
         what: &'static str,
         /// What was asked for.
         found: usize,
-        /// What would do.
+        /// What would be accepted.
         most: String,
     },
-    /// A variant that has no kernel for this record.
+    /// The variant has no kernel for records of this size.
     #[error("the variant {variant} copies records of 656 bytes, not of {record_bytes}; use `sorted`")]
     Variant {
-        /// Which.
+        /// The variant.
         variant: Variant,
         /// The record's bytes.
         record_bytes: u32,
@@ -75,21 +75,21 @@ pub enum Error {
 /// How to copy: the ladder of [`bench_kernels::token_copy`], slow to fast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Variant {
-    /// A thread a record, a byte at a time.
+    /// One thread a record, one byte at a time.
     Bytewise,
-    /// A thread a record, 16 bytes at a time.
+    /// One thread a record, 16 bytes at a time.
     Vectors,
-    /// A warp a record, 16 bytes a lane.
+    /// One warp a record, 16 bytes a lane.
     Warp,
     /// All of a lane's loads before its first store.
     LoadsFirst,
-    /// The same, on few SMs that stride over the pairs.
+    /// As `LoadsFirst`, on a few SMs that stride over the pairs.
     Capped,
-    /// The same, over pairs sorted by source.
+    /// As `Capped`, over pairs sorted by source.
     Sorted,
-    /// Sorted, and eight neighbouring records read as whole lines, each once: for 656 bytes.
+    /// As `Sorted`, but eight neighbouring records are read as whole lines, each once: for records of 656 bytes.
     Grouped,
-    /// Over pairs sorted by destination: for writing to the host.
+    /// As `Capped`, over pairs sorted by destination: for writing to the host.
     SortedByDestination,
 }
 
@@ -106,7 +106,7 @@ impl Variant {
         Self::SortedByDestination,
     ];
 
-    /// What a table calls it.
+    /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bytewise => "bytewise",
@@ -139,8 +139,8 @@ impl Variant {
         !matches!(self, Self::Grouped) || record_bytes == kernels::MLA_RECORD_BYTES
     }
 
-    /// The fastest measured for reading `pairs` pairs of this shape from the host. Sorting takes time, which only
-    /// many pairs win back, and only where enough of them are neighbours.
+    /// The fastest variant that was measured for reading `pairs` pairs of this shape from the host. Sorting takes time.
+    /// It pays only with many pairs, of which enough are neighbours.
     pub const fn best(shape: &Shape, pairs: usize) -> Self {
         if pairs < SORT_FROM || pairs < shape.src_records / 5 {
             Self::Capped
@@ -151,7 +151,8 @@ impl Variant {
         }
     }
 
-    /// How far apart records are that the sort may leave in any order; none if it does not sort.
+    /// The shift of the sort: records within the same `2^shift` may be in any order. `None` if the variant does not
+    /// sort.
     const fn shift(self) -> Option<u32> {
         match self {
             Self::Sorted | Self::SortedByDestination => Some(0),
@@ -178,7 +179,7 @@ impl FromStr for Variant {
     }
 }
 
-/// Pairs from which on sorting pays.
+/// Number of pairs from which on sorting pays.
 const SORT_FROM: usize = 64 << 10;
 /// Most buckets of a sort; larger regions get buckets of more records.
 const MOST_BUCKETS: usize = 1 << 20;
@@ -289,7 +290,7 @@ impl<R: sealed::Region> Region for R {}
 pub trait RecordIndex: sealed::Kernels {}
 impl<I: sealed::Kernels> RecordIndex for I {}
 
-/// Pairs that were looked at: every one is inside regions of these sizes.
+/// Pairs that were checked: all of them are inside regions of these sizes.
 #[derive(Clone, Copy)]
 pub struct CheckedPairs<'p, I> {
     src: &'p Buffer<I>,
@@ -299,7 +300,7 @@ pub struct CheckedPairs<'p, I> {
 }
 
 impl<I: Pod> CheckedPairs<'_, I> {
-    /// Pairs.
+    /// Number of pairs.
     pub fn len(&self) -> usize {
         self.src.len()
     }
@@ -310,13 +311,13 @@ impl<I: Pod> CheckedPairs<'_, I> {
     }
 }
 
-/// Copies records of one shape. Copies run in the order in which they are asked for, on the queue of the device that it
-/// was made with.
+/// Copies records of one shape. Copies run in the order of the calls, on the queue of the device that this was made
+/// with.
 pub struct TokenCopy {
     device: Device,
     shape: Shape,
     sms: u32,
-    /// The sort's counts, and one more: their total. Cleared before each sort.
+    /// The sort's counts, and one more element: their total. Cleared before each sort.
     counts: Buffer<u32>,
     ranks: Buffer<u32>,
     sorted: Buffer<u64>,
@@ -324,10 +325,11 @@ pub struct TokenCopy {
 }
 
 impl TokenCopy {
-    /// Makes room for copies of this shape: 12 bytes a pair, and 4 a record of the larger region, up to 4 MiB.
+    /// Allocates what copies of this shape need: 12 bytes a pair, and 4 bytes a record of the larger region, up to 4
+    /// MiB.
     ///
     /// # Errors
-    /// A shape that the kernels are not made for, or not enough device memory.
+    /// If the kernels cannot take the shape, or there is too little device memory.
     pub fn new(device: &Device, shape: Shape) -> Result<Self, Error> {
         shape.check()?;
         let buckets = (shape.src_records.max(shape.dst_records) + 1).min(MOST_BUCKETS);
@@ -348,7 +350,7 @@ impl TokenCopy {
         self.sms = sms.clamp(1, self.device.sms());
     }
 
-    /// The sizes that it was made for.
+    /// The sizes that this was made for.
     pub fn shape(&self) -> Shape {
         self.shape
     }
@@ -376,11 +378,11 @@ impl TokenCopy {
         Ok(())
     }
 
-    /// Looks at every pair, and waits for the answer: a launch, and a word read back.
+    /// Checks every pair, and waits for the result: one launch, and one word that is read back.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if a pair names a record outside the regions; lists of other lengths than agreed; or a
-    /// driver error.
+    /// [`Error::OutOfRange`] if a pair names a record outside the regions. Also if the lists are not as long as agreed,
+    /// or the driver fails.
     pub fn check<'p, I: RecordIndex>(
         &mut self,
         src: &'p Buffer<I>,
@@ -396,7 +398,7 @@ impl TokenCopy {
         Ok(CheckedPairs { src, dst, src_records, dst_records })
     }
 
-    /// Pairs that the copies so far refused, since the last check; waits for them.
+    /// How many pairs the copies have refused since the last check. Waits for the copies.
     ///
     /// # Errors
     /// Whatever a kernel failed with.
@@ -415,11 +417,11 @@ impl TokenCopy {
         Err(Error::OutOfRange { refused, pairs, src_records, dst_records })
     }
 
-    /// Enqueues a copy of every pair; where `map` is given, it is told where each source record went.
+    /// Enqueues a copy of every pair. If `map` is given, the copy writes into it where each source record went.
     ///
     /// # Errors
-    /// Regions or pairs of another shape than this copier's, a variant that does not take such records, or a driver
-    /// error.
+    /// If the regions or the pairs have another shape than this copier's, the variant does not take such records, or
+    /// the driver fails.
     pub fn copy<I: RecordIndex>(
         &mut self,
         variant: Variant,
@@ -440,7 +442,7 @@ impl TokenCopy {
         unsafe { self.enqueue(variant, pairs.src, pairs.dst, src, dst, map) }
     }
 
-    /// Enqueues a copy of pairs that nobody looked at before. A pair outside the regions is still not copied, and
+    /// Enqueues a copy of pairs that were not checked. A pair outside the regions is not copied here either, but
     /// counted in [`TokenCopy::refused`]. In a debug build this waits for the copy, and such a pair is an error.
     ///
     /// # Safety
@@ -544,10 +546,10 @@ impl TokenCopy {
         Ok(())
     }
 
-    /// Enqueues what a variant does before it copies, and nothing else: for measuring.
+    /// Enqueues only what a variant does before it copies, for measuring.
     ///
     /// # Errors
-    /// Pairs that this copier was not made for, or a driver error.
+    /// If this copier was not made for these pairs, or the driver fails.
     pub fn prepare<I: RecordIndex>(&mut self, variant: Variant, pairs: &CheckedPairs<'_, I>) -> Result<(), Error> {
         self.check_count(pairs.src, pairs.dst)?;
         if let Some(shift) = variant.shift() {
@@ -556,7 +558,7 @@ impl TokenCopy {
         Ok(())
     }
 
-    /// Enqueues a sort of the pairs; the regions of the result are for the caller to fill in.
+    /// Enqueues a sort of the pairs. The caller fills in the regions of the result.
     fn sort<I: RecordIndex>(
         &mut self,
         pairs: Pairs<I>,

@@ -241,7 +241,7 @@ pub enum WeightsKind {
 }
 
 impl WeightsKind {
-    /// How a device is opened for them, and otherwise with these options.
+    /// The device options that these weights call for; the rest is taken from `others`.
     pub fn device_options(self, others: DeviceOptions) -> DeviceOptions {
         match self {
             Self::Auto | Self::Fp8 | Self::Int4 => others,
@@ -285,7 +285,7 @@ pub struct KernelArgs {
 }
 
 impl KernelArgs {
-    /// How a device is opened for them.
+    /// The device options that these arguments call for.
     pub fn options(&self) -> DeviceOptions {
         let Self { kernels, level, shared_memory, unfused } = self;
         let kernels = kernels.as_ref().map(trusted);
@@ -372,10 +372,10 @@ pub struct DraftArgs {
     pub ngram_min: u32,
 }
 
-/// Who drafts.
+/// How tokens are drafted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DraftKind {
-    /// Nobody: a token a step
+    /// Not at all: a token a step
     None,
     /// What followed the same few tokens earlier in the text
     Ngram,
@@ -383,14 +383,14 @@ pub enum DraftKind {
     Model {
         /// As with --model.
         which: String,
-        /// Whether the text is not looked at.
+        /// Whether only the model drafts, and the text is not searched.
         alone: bool,
     },
     /// An EAGLE-3 head
     Eagle3 {
         /// A directory or a hub id.
         which: String,
-        /// Whether the text is not looked at.
+        /// Whether only the head drafts, and the text is not searched.
         alone: bool,
     },
 }
@@ -431,7 +431,7 @@ pub struct ReportArgs {
     pub json: bool,
 }
 
-/// A number of tokens that leaves room for one of the prompt and one of the answer.
+/// Parses a number of tokens that leaves room for a token of the prompt and one of the answer.
 fn context(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n >= 2 => Ok(n),
@@ -440,7 +440,7 @@ fn context(text: &str) -> Result<usize, String> {
     }
 }
 
-/// A number of bytes, such as `4GiB` or `4096`.
+/// Parses a number of bytes, such as `4GiB` or `4096`.
 fn bytes(text: &str) -> Result<u64, String> {
     let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)];
     let (number, unit) =
@@ -452,7 +452,7 @@ fn bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Bytes that a CTA may have.
+/// Parses the bytes of shared memory that a CTA may use.
 fn shared_memory(text: &str) -> Result<u32, String> {
     bytes(text)?.try_into().map_err(|_| "it must be less than 4GiB".into())
 }
@@ -489,7 +489,7 @@ fn presence_penalty(text: &str) -> Result<f32, String> {
     in_range(text, |presence_penalty| Sampling { presence_penalty, ..Sampling::default() })
 }
 
-/// Parses a number; the range is the one that [`Sampling::check`] knows for the setting.
+/// Parses a number. Its range is the one that [`Sampling::check`] knows for the setting.
 fn in_range(text: &str, setting: impl Fn(f32) -> Sampling) -> Result<f32, String> {
     let value = text.parse().map_err(|_| "it must be a number".to_owned())?;
     match setting(value).check() {

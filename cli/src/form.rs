@@ -1,4 +1,4 @@
-//! Answers of a given form: the form that every answer of a command has.
+//! The form that every answer of a command has.
 
 use model::{Checkpoint, Conversation, Form, Forms, Shape};
 
@@ -6,24 +6,24 @@ use model::{Checkpoint, Conversation, Form, Forms, Shape};
 pub struct Wanted(Form);
 
 impl Wanted {
-    /// Of a shape, if one is asked for.
+    /// Compiles a shape, if one is asked for.
     ///
     /// # Errors
-    /// What of it cannot be followed.
+    /// If the shape cannot be followed.
     pub fn new(checkpoint: &Checkpoint, shape: Option<&Shape>) -> anyhow::Result<Option<Self>> {
         let compile = |shape| Ok(Self(Forms::new(checkpoint)?.compile(shape)?));
         shape.map(compile).transpose()
     }
 
-    /// For the continuation of a text.
+    /// The form of a text's continuation.
     pub fn at_once(&self) -> Form {
         self.0.clone()
     }
 
-    /// For the answer to a conversation, of which the checkpoint's template has made `prompt`.
+    /// The form of the answer to a conversation. `prompt` is what the checkpoint's template made of it.
     ///
     /// # Errors
-    /// A template that fails, or a model whose thoughts have no end that can be told.
+    /// If the template fails, or the model's thoughts have no recognisable end.
     pub fn in_conversation(
         &self,
         checkpoint: &Checkpoint,
@@ -34,7 +34,7 @@ impl Wanted {
     }
 }
 
-/// The same form, behind the thought that an answer to `conversation` begins with, if it does.
+/// The same form, after the thought that an answer to `conversation` begins with, if it begins with one.
 pub fn behind_thought(
     form: &Form,
     template: Option<&model::ChatTemplate>,

@@ -1,8 +1,8 @@
-//! Ctrl-C, and the other polite ways to be told to stop (SIGTERM, SIGHUP).
+//! Ctrl-C, and the other polite signals to stop (SIGTERM, SIGHUP).
 //!
-//! Most of the time the program may leave at once: nothing that it has under way is worth keeping. While a [`Deferred`]
-//! lives, the first signal only asks, so that an answer can end with a summary and a GPU is not left in the middle of
-//! an upload. The second leaves at once all the same.
+//! Most of the time the program may leave at once: nothing that it is doing is worth keeping. While a [`Deferred`]
+//! lives, the first signal only asks, so that an answer can end with a summary, and a GPU is not left in the middle of
+//! an upload. The second signal makes the program leave at once.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -12,7 +12,7 @@ use anyhow::Context;
 use crate::output::note;
 use crate::terminal;
 
-/// What a signal does: leaves, or is remembered.
+/// What the next signal does: the program leaves, or the signal is remembered.
 static STATE: AtomicU8 = AtomicU8::new(LEAVES);
 const LEAVES: u8 = 0;
 const ASKS: u8 = 1;
@@ -27,7 +27,7 @@ pub fn install() -> anyhow::Result<()> {
         if STATE.compare_exchange(ASKS, ASKED, Ordering::SeqCst, Ordering::SeqCst).is_err() {
             terminal::restore();
             if std::io::stderr().is_terminal() {
-                // The cursor may stand behind a prompt, a bar or half a line of text.
+                // The cursor may be behind a prompt, a bar or half a line of text.
                 note("");
             }
             note("warpdraft: interrupted");
@@ -37,12 +37,12 @@ pub fn install() -> anyhow::Result<()> {
     .context("cannot watch for Ctrl-C")
 }
 
-/// While it lives, the first signal asks rather than leaves. One at a time.
+/// While this lives, the first signal asks instead of leaving. Only one may live at a time.
 #[derive(Debug)]
 pub struct Deferred(());
 
 impl Deferred {
-    /// From now on.
+    /// Defers signals from now on.
     pub fn new() -> Self {
         STATE.store(ASKS, Ordering::SeqCst);
         Deferred(())

@@ -1,4 +1,4 @@
-//! From a model's name to a running engine, with progress on the way.
+//! From a model's name to a running engine, with progress.
 
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
@@ -17,11 +17,11 @@ use crate::output::note;
 use crate::progress::Progress;
 use crate::resolve::{DraftSource, Report};
 
-/// Finds the checkpoint, downloads it if need be, and opens it. A model that is about to be loaded is checked for NaN
-/// and infinity then, not now.
+/// Finds the checkpoint, downloads it if necessary, and opens it. If the model is to be loaded, loading checks for NaN
+/// and infinity; opening then need not.
 ///
 /// # Errors
-/// Whatever is wrong with the files or the download.
+/// If anything is wrong with the files or the download.
 pub fn open(source: &Source, options: OpenOptions, report: Report) -> Result<Checkpoint, model::Error> {
     let progress = Progress::new(&format!("opening {source}"), report.is_told());
     let begun = Instant::now();
@@ -40,7 +40,7 @@ pub fn open(source: &Source, options: OpenOptions, report: Report) -> Result<Che
     opened
 }
 
-/// Opens what drafts, if there is something. A draft model's weights are read when they are loaded.
+/// Opens the draft model or head, if there is one. A draft model's weights are read when they are loaded.
 ///
 /// # Errors
 /// As [`open`].
@@ -57,10 +57,10 @@ pub fn open_draft(source: Option<&DraftSource>, report: Report) -> Result<Option
     })
 }
 
-/// What can be known of a model on the hub without fetching it; none for a model that is here.
+/// What can be known about a model on the hub without fetching it; `None` for a model on this machine.
 ///
 /// # Errors
-/// Whatever is wrong with the hub, or with what it has.
+/// If anything is wrong with the hub or with what it has.
 pub fn outline(source: &Source, weights: WeightsMode, report: Report) -> Result<Option<Outline>, model::Error> {
     let progress = Progress::new(&format!("reading about {source}"), report.is_told());
     let outline = source.outline(&HubOptions::default(), weights);
@@ -77,10 +77,10 @@ fn warn(warnings: &[String]) {
     }
 }
 
-/// Loads the model where it is to run.
+/// Loads the model onto its device.
 ///
 /// # Errors
-/// As [`open`]; no such device, or one too small; an interrupt.
+/// As [`open`]; also if there is no such device, it is too small, or the user interrupts.
 pub fn load(checkpoint: Checkpoint, options: LoadOptions, report: Report) -> Result<Engine, host::Error> {
     announce_cpu(&checkpoint, options.device, report);
     let begun = Instant::now();
@@ -106,7 +106,7 @@ pub fn load_batch(
     Ok(batch)
 }
 
-/// Says that it is to be the CPU, where nobody asked for it: before the wait, and how slow it will be.
+/// Says, before the wait, that the model will run on the CPU and how slow it will be, if nobody asked for the CPU.
 fn announce_cpu(checkpoint: &Checkpoint, device: DeviceChoice, report: Report) {
     let without_card = device == DeviceChoice::Auto && host::device::cards().is_ok_and(|cards| cards.is_empty());
     if !without_card || !report.is_told() {
@@ -115,8 +115,8 @@ fn announce_cpu(checkpoint: &Checkpoint, device: DeviceChoice, report: Report) {
     note(&format!("no usable CUDA card: running on the CPU{}", slowness(checkpoint)));
 }
 
-/// What a token takes on a CPU, if that is long: the weights are read for each, and few machines read more than some 20
-/// GB a second.
+/// How long a token takes on a CPU, if that is long. Each token reads all weights, and few machines read more than
+/// about 20 GB a second.
 fn slowness(checkpoint: &Checkpoint) -> String {
     const BYTES_A_SECOND: f64 = 20e9;
     let element = checkpoint.cpu_bytes() as f64 / checkpoint.config.parameter_count() as f64;
@@ -135,7 +135,7 @@ fn tell_loaded(device: &str, context: usize, begun: Instant, report: Report) {
     }
 }
 
-/// Shows how far `load` is, and has an interrupt stop it.
+/// Shows the progress of `load`, and lets an interrupt stop it.
 fn with_progress<T>(
     report: Report,
     load: impl FnOnce(&mut host::Progress<'_>) -> Result<T, host::Error>,
@@ -151,11 +151,11 @@ fn with_progress<T>(
     if interrupt.asked() { Err(host::Error::Interrupted) } else { Ok(loaded) }
 }
 
-/// Sends the log of all crates to standard error: warnings, or with `--verbose` what is being done; `RUST_LOG`
-/// overrules both.
+/// Sends the log of all crates to standard error: warnings, or with `--verbose` also what is being done. `RUST_LOG`
+/// overrides both.
 ///
 /// # Errors
-/// If `RUST_LOG` cannot be understood.
+/// If `RUST_LOG` is not a valid filter.
 pub fn start_log(report: Report) -> anyhow::Result<()> {
     let default = if report.is_verbose() { "warn,warpdraft=debug,host=debug,model=debug" } else { "warn" };
     let filter = match std::env::var("RUST_LOG") {

@@ -1,7 +1,7 @@
 //! The warpdraft command: models from the command line.
 //!
-//! Arguments exist twice: as typed ([`args`]), and resolved into what the program needs ([`resolve`]). Past that point
-//! no code knows about flags. `docs/reference/cli.md` says what each command promises, exit codes included.
+//! Arguments exist in two forms: as typed ([`args`]), and resolved into what the program needs ([`resolve`]). No code
+//! after that knows about flags. `docs/reference/cli.md` says what each command promises, exit codes included.
 
 mod args;
 mod commands;
@@ -25,9 +25,9 @@ use crate::output::ClosedPipe;
 /// How a command ended, if not with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ending {
-    /// Everything that was asked for.
+    /// Everything that was asked for is done.
     Done,
-    /// Stopped by Ctrl-C, with what there was by then.
+    /// Ctrl-C stopped it, with what there was by then.
     Interrupted,
 }
 
@@ -39,10 +39,10 @@ const CLOSED_PIPE: u8 = 141;
 
 fn main() -> ExitCode {
     panics::report();
-    // A variable that is empty is not set. To the parser it would be a value.
+    // An empty variable counts as not set, but the parser would take it as a value.
     for name in ["WARPDRAFT_MODEL", "WARPDRAFT_DEVICE"] {
         if std::env::var_os(name).is_some_and(|value| value.is_empty()) {
-            // SAFETY: the program has one thread yet, so nobody reads the environment meanwhile.
+            // SAFETY: the program still has only one thread, so nobody reads the environment meanwhile.
             unsafe { std::env::remove_var(name) };
         }
     }
@@ -71,7 +71,7 @@ fn run(args: Args) -> anyhow::Result<Ending> {
     }
 }
 
-/// Says what went wrong, and gives the exit code for it.
+/// Reports an error, and returns its exit code.
 fn report(error: &anyhow::Error) -> ExitCode {
     if error.is::<ClosedPipe>() {
         return ExitCode::from(CLOSED_PIPE);
@@ -87,7 +87,7 @@ fn report(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// The error and its causes in a row. Many of our errors quote their cause already; it is not said twice.
+/// The error and its causes in a row. Many of our errors already quote their cause, which is then not repeated.
 fn sentence(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {

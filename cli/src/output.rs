@@ -10,20 +10,20 @@ use serde::Serialize;
 use crate::resolve::Report;
 use crate::terminal;
 
-/// Standard output was closed by whoever read it. The program ends quietly, as programs in a pipe do.
+/// Standard output was closed by its reader. The program then ends quietly, as programs in a pipe do.
 #[derive(Debug, thiserror::Error)]
 #[error("standard output was closed")]
 pub struct ClosedPipe;
 
-/// Prints `text` on standard output now.
+/// Prints `text` on standard output at once.
 ///
 /// # Errors
-/// [`ClosedPipe`], or whatever else the system says, such as a full disk.
+/// [`ClosedPipe`], or any other error of the system, such as a full disk.
 pub fn print(text: &str) -> anyhow::Result<()> {
     print_bytes(text.as_bytes())
 }
 
-/// As [`print`]; dimmed at a terminal that can be styled.
+/// As [`print`], but dimmed if standard output is a terminal that can be styled.
 ///
 /// # Errors
 /// As [`print`].
@@ -35,7 +35,7 @@ pub fn print_dimmed(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Prints `bytes` on standard output now.
+/// Prints `bytes` on standard output at once.
 ///
 /// # Errors
 /// As [`print`].
@@ -57,25 +57,26 @@ pub fn print_json(value: &impl Serialize, pretty: bool) -> anyhow::Result<()> {
     print(&(json.context("cannot write JSON")? + "\n"))
 }
 
-/// Prints an answer as it comes: every byte of it, or at a terminal that can be styled its thoughts dimmed rather than
-/// between tags.
+/// Prints an answer while it is generated. At a terminal that can be styled, thoughts are dimmed instead of standing
+/// between tags; elsewhere every byte is printed as it is.
 pub struct Printer {
-    /// Where thoughts are dimmed.
+    /// Takes the answer apart, if thoughts are dimmed.
     splitter: Option<Splitter>,
-    /// Whether a thought was printed last.
+    /// Whether the last piece was a thought.
     thinking: bool,
-    /// Whether the cursor is where a line begins.
+    /// Whether the cursor is at the beginning of a line.
     line_begins: bool,
 }
 
 impl Printer {
-    /// For the answer to a chat template's `prompt`; none is a text to continue, in which nothing is a thought.
+    /// A printer for the answer to a chat template's `prompt`. Without a prompt, the answer continues a text, in which
+    /// nothing is a thought.
     pub fn new(prompt: Option<&str>) -> Self {
         let prompt = prompt.filter(|_| terminal::is_styled(&std::io::stdout()));
         Self { splitter: prompt.map(|prompt| Splitter::new(prompt, false)), thinking: false, line_begins: true }
     }
 
-    /// Prints what can be printed of the answer so far, which `text` continues.
+    /// Takes the next `text` of the answer, and prints as much as is certain.
     ///
     /// # Errors
     /// As [`print`].
@@ -89,8 +90,8 @@ impl Printer {
         }
     }
 
-    /// Prints the rest. Ends the line if a person is looking, who would otherwise find the next prompt behind the text;
-    /// a file gets the text alone.
+    /// Prints the rest. At a terminal it also ends the line, so that the next prompt does not stand behind the text; a
+    /// file gets only the text.
     ///
     /// # Errors
     /// As [`print`].
@@ -98,7 +99,7 @@ impl Printer {
         if let Some(splitter) = self.splitter.take() {
             let styled = styled(splitter.finish(), &mut self.thinking);
             self.put(&styled)?;
-            // By itself, since it is no text.
+            // Printed by itself, since it is not text.
             print(terminal::dim(false))?;
         }
         if !self.line_begins && std::io::stdout().is_terminal() { print("\n") } else { Ok(()) }
@@ -113,7 +114,7 @@ impl Printer {
     }
 }
 
-/// `pieces` with thoughts dimmed, and a blank line behind them; `thinking` is whether the last piece was one.
+/// `pieces` with thoughts dimmed and a blank line after them. `thinking`: whether the last piece was a thought.
 fn styled(pieces: Vec<Piece>, thinking: &mut bool) -> String {
     let mut text = String::new();
     for piece in pieces {
@@ -128,22 +129,23 @@ fn styled(pieces: Vec<Piece>, thinking: &mut bool) -> String {
                 text += if std::mem::take(thinking) { "\n\n" } else { "" };
                 text += &said;
             }
-            // Nobody has offered tools here.
+            // No tools are offered here.
             Piece::ToolCall(_) => {}
         }
     }
     text
 }
 
-/// Says `text` on standard error. If nobody listens there, nothing can be done about it.
+/// Prints `text` as a line on standard error. If that fails, nothing can be done about it.
 pub fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Temporary files are for their owner alone; results are as readable as any file.
+/// Makes a file readable by others. Temporary files are readable only by their owner, but results should be like any
+/// file.
 ///
 /// # Errors
-/// Whatever the system says.
+/// If the system refuses.
 pub fn share_with_others(file: &std::fs::File) -> std::io::Result<()> {
     #[cfg(unix)]
     {
@@ -153,21 +155,21 @@ pub fn share_with_others(file: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }
 
-/// An answer with what it was made of.
+/// An answer, with how it was made.
 pub struct Answer<'a> {
     /// The model, as the user named it.
     pub model: String,
-    /// What it ran on.
+    /// The device that it ran on.
     pub device: String,
     /// What was asked for.
     pub request: &'a host::Request,
     /// Most tokens of prompt and answer together.
     pub context: usize,
-    /// The most that the model allows of them.
+    /// The most that the model allows for prompt and answer together.
     pub most_context: usize,
     /// The answer.
     pub generation: &'a Generation,
-    /// Its parts, if a chat template made the prompt.
+    /// The answer's parts, if a chat template made the prompt.
     pub parts: Option<&'a AnswerParts>,
 }
 
@@ -180,7 +182,7 @@ struct CutOff {
 }
 
 impl CutOff {
-    /// In a sentence's part.
+    /// As a part of a sentence.
     fn text(&self) -> String {
         let of = if self.by == "context" { " of context" } else { "" };
         format!("cut off at {} tokens{of}: {}", self.limit, self.advice)
@@ -217,7 +219,7 @@ impl Answer<'_> {
         Some(CutOff { by, limit, advice: format!("{thought}{advice}{think}") })
     }
 
-    /// The answer for machines.
+    /// The answer as JSON.
     pub fn json(&self) -> impl Serialize {
         let generation = self.generation;
         JsonAnswer {
@@ -239,7 +241,7 @@ impl Answer<'_> {
         }
     }
 
-    /// Says on standard error how it went.
+    /// Says on standard error how the run went.
     pub fn summarise(&self, report: Report) {
         let statistics = &self.generation.statistics;
         let seed = self.seed().map(|seed| format!(", seed {seed}")).unwrap_or_default();
@@ -275,7 +277,7 @@ impl Answer<'_> {
         }
     }
 
-    /// As [`summarise`](Self::summarise), in a line: for a turn of a conversation.
+    /// As [`summarise`](Self::summarise), but in one line, for a turn of a conversation.
     pub fn summarise_turn(&self, report: Report) {
         let statistics = &self.generation.statistics;
         if report.is_verbose() {
@@ -294,7 +296,7 @@ impl Answer<'_> {
         )));
     }
 
-    /// How full the context is, once that may matter to the next turn.
+    /// How full the context is, if that may matter to the next turn.
     fn fullness(&self) -> Option<String> {
         let statistics = &self.generation.statistics;
         let percent = (statistics.prompt_tokens + statistics.tokens) * 100 / self.context;
@@ -302,7 +304,7 @@ impl Answer<'_> {
     }
 }
 
-/// How many steps brought how many tokens.
+/// Prints how many steps brought each number of tokens.
 fn histogram(statistics: &Statistics) {
     let most = statistics.step_lengths.values().copied().max().unwrap_or(0).max(1);
     for (length, &count) in &statistics.step_lengths {
@@ -345,7 +347,7 @@ struct JsonStatistics {
     step_lengths: std::collections::BTreeMap<usize, usize>,
 }
 
-/// Drafts by who proposed them.
+/// Drafts, by their source.
 #[derive(Debug, Serialize)]
 pub struct JsonDrafts {
     ngram: JsonDrafted,
@@ -359,7 +361,7 @@ struct JsonDrafted {
 }
 
 impl JsonDrafts {
-    /// Those of a model, and all others.
+    /// The drafts of a model, and all others.
     pub fn new(model: Drafted, others: Drafted) -> Self {
         let told = |Drafted { drafted, accepted }| JsonDrafted { drafted, accepted };
         Self { ngram: told(others), model: told(model) }
@@ -369,7 +371,7 @@ impl JsonDrafts {
         Self::new(statistics.by_model, statistics.drafted_by_ngram())
     }
 
-    /// For people, a line each.
+    /// One line for each source, for people.
     pub fn lines(&self) -> [String; 2] {
         [("model", &self.model), ("n-gram", &self.ngram)]
             .map(|(source, of)| format!("by {source}: {} tried, {} accepted", of.drafted, of.accepted))

@@ -1,11 +1,11 @@
-//! What is said when the program itself is wrong.
+//! What the user is told about a defect of the program itself.
 
 use std::any::Any;
 use std::panic::PanicHookInfo;
 
 use crate::{output, terminal};
 
-/// From now on a defect is one sentence for the user; with `RUST_BACKTRACE` there is also what its mender needs.
+/// From now on a panic is reported in one sentence. With `RUST_BACKTRACE`, the details for a developer are printed too.
 pub fn report() {
     let details = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::output::share_with_others;
 
-/// Where a trace goes: found out before anything else is done, and written whole or not at all.
+/// Where a trace is written. Checked before anything else is done; the trace is written whole or not at all.
 #[derive(Debug)]
 pub struct TraceFile {
     path: PathBuf,
@@ -21,7 +21,7 @@ pub struct TraceFile {
 
 #[derive(Debug)]
 enum To {
-    /// Under its name once it is whole.
+    /// A file, which gets its name once it is whole.
     File(tempfile::NamedTempFile),
     /// A pipe or a device.
     Stream(std::fs::File),
@@ -49,7 +49,7 @@ impl TraceFile {
     /// Writes the trace of a run of `model` on `device`.
     ///
     /// # Errors
-    /// A full disk, and whatever else the system says.
+    /// If the disk is full, or the system reports another error.
     pub fn write(self, profile: &Profile, model: &str, device: &str) -> anyhow::Result<()> {
         let json = serde_json::to_vec(&trace(profile, model, device)).context("cannot write JSON")?;
         let cannot = || format!("cannot write the profile to {}", self.path.display());
@@ -80,7 +80,7 @@ struct Event {
     /// `X`: a span; `M`: a name.
     ph: &'static str,
     pid: u32,
-    /// One for each track.
+    /// The track's number.
     tid: u32,
     /// Microseconds from the profile's start.
     ts: f64,

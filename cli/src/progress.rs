@@ -1,4 +1,4 @@
-//! Bars on standard error for what takes long before the first token: download, check, upload.
+//! Progress on standard error for what takes long before the first token: download, check, upload.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// A bar, drawn on a terminal only and gone when dropped.
+/// A progress bar. It is drawn only on a terminal, and disappears when dropped.
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Whether somebody looks at standard error.
+    /// Whether standard error is a terminal.
     pub fn is_seen() -> bool {
         std::io::stderr().is_terminal()
     }
@@ -20,7 +20,7 @@ impl Progress {
     pub fn new(what: &str, shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what.to_owned());
-        // Until bytes are known, a spinner. The templates are constants; were one wrong, the plain bar would do.
+        // A spinner, until bytes are known. The templates are constants; if one were wrong, the plain bar would do.
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
             bar.set_style(style);
         }
@@ -31,7 +31,7 @@ impl Progress {
         Self(bar)
     }
 
-    /// `done` bytes of `total`; a total of 0 is not known yet.
+    /// Shows `done` bytes of `total`; a total of 0 is not known yet.
     pub fn bytes(&self, done: u64, total: u64) {
         if total > 0 && self.0.length() != Some(total) {
             self.0.set_length(total);
@@ -43,7 +43,7 @@ impl Progress {
         self.0.set_position(done);
     }
 
-    /// Case `done` of `total` runs, which is called `what`.
+    /// Shows that case `done` of `total` runs, which is called `what`.
     #[cfg(feature = "bench")]
     pub fn cases(&self, done: usize, total: usize, what: &str) {
         if self.0.length().is_none() {
@@ -57,18 +57,18 @@ impl Progress {
     }
 }
 
-/// A wait for a first token that shows itself only if it is long, so that quick answers do not flicker.
+/// A wait for the first token. It shows itself only if it is long, so that quick answers do not flicker.
 pub struct Waiting {
     bar: ProgressBar,
-    /// Ends the thread that shows the bar, and the thread.
+    /// Ends the thread that shows the bar; and the thread itself.
     shower: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Waiting {
-    /// How long nothing is shown.
+    /// How long nothing is shown at first.
     const PATIENCE: Duration = Duration::from_millis(400);
 
-    /// For `what`; `shown` says whether the user wants to see such things.
+    /// A wait for `what`; `shown` says whether the user wants to see such things.
     pub fn new(what: &str, shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what.to_owned());
@@ -89,7 +89,7 @@ impl Waiting {
         Self { bar, shower }
     }
 
-    /// `done` of the prompt's `total` tokens were read.
+    /// Shows that `done` of the prompt's `total` tokens were read.
     pub fn tokens(&self, done: usize, total: usize) {
         if self.bar.length().is_none() {
             self.bar.set_length(total as u64);

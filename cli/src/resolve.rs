@@ -1,5 +1,5 @@
-//! What the program needs to know, made from the arguments: every default filled in that the checkpoint does not
-//! decide, every contradiction refused.
+//! What the program needs to know, made from the arguments. Every default is filled in, except those that the
+//! checkpoint decides, and every contradiction is refused.
 
 pub mod batch;
 #[cfg(feature = "bench")]
@@ -21,9 +21,10 @@ use crate::args::{
 };
 use crate::profile::TraceFile;
 
-/// Most tokens of a continuation, where nothing else is said.
+/// Most tokens of a continuation, if nothing else is said.
 const GENERATE_TOKENS: usize = 256;
-/// An answer goes on until the model ends it, or the context is full: a thought alone may take thousands of tokens.
+/// No limit: an answer goes on until the model ends it or the context is full. A thought alone may take thousands of
+/// tokens.
 const UNLIMITED: usize = usize::MAX;
 
 /// What `generate` does.
@@ -31,21 +32,21 @@ const UNLIMITED: usize = usize::MAX;
 pub struct Generate {
     /// The model.
     pub source: Source,
-    /// What the layers' matrices are to be.
+    /// What the layers' matrices become while they are loaded.
     pub weights: WeightsMode,
     /// Where it runs.
     pub load: LoadOptions,
-    /// What is to be continued.
+    /// What is continued.
     pub prompt: Prompt,
-    /// How.
+    /// How the continuation is made.
     pub answer: Answer,
-    /// What to say.
+    /// What to report.
     pub report: Report,
     /// What is printed before the continuation: the prompt, or nothing.
     pub echo: Option<String>,
-    /// What the continuation has to look like.
+    /// The form that the continuation must have.
     pub shape: Option<Shape>,
-    /// Where a trace of it goes.
+    /// Where a trace of the run goes.
     pub profile: Option<TraceFile>,
 }
 
@@ -54,7 +55,7 @@ pub struct Generate {
 pub struct Chat {
     /// The model.
     pub source: Source,
-    /// What the layers' matrices are to be.
+    /// What the layers' matrices become while they are loaded.
     pub weights: WeightsMode,
     /// Where it runs.
     pub load: LoadOptions,
@@ -66,9 +67,9 @@ pub struct Chat {
     pub history: Option<PathBuf>,
     /// How a turn is made.
     pub answer: Answer,
-    /// What its answer has to look like.
+    /// The form that its answer must have.
     pub shape: Option<Shape>,
-    /// What to say.
+    /// What to report.
     pub report: Report,
 }
 
@@ -77,19 +78,19 @@ pub struct Chat {
 pub struct Inspect {
     /// The model.
     pub source: Source,
-    /// What the layers' matrices are to be.
+    /// What the layers' matrices become while they are loaded.
     pub weights: WeightsMode,
-    /// With the context to reckon memory for.
+    /// How it would be loaded, with the context to compute memory for.
     pub load: LoadOptions,
     /// Whether to list the tensors.
     pub tensors: bool,
     /// Whether to read every weight.
     pub check: bool,
-    /// What to say.
+    /// What to report.
     pub report: Report,
 }
 
-/// What is to be continued.
+/// What is continued.
 #[derive(Debug)]
 pub enum Prompt {
     /// A text, as it is.
@@ -103,7 +104,7 @@ pub enum Prompt {
     },
 }
 
-/// How an answer is made. What is `None` is for the checkpoint's generation config to say.
+/// How an answer is made. The checkpoint's generation config decides what is `None`.
 #[derive(Debug)]
 pub struct Answer {
     /// Most tokens.
@@ -126,7 +127,7 @@ pub struct Answer {
     seed: u64,
 }
 
-/// What drafts beside the text itself.
+/// What drafts, apart from the text itself.
 #[derive(Debug)]
 pub enum DraftSource {
     /// A model.
@@ -135,31 +136,31 @@ pub enum DraftSource {
     Eagle3(Source),
 }
 
-/// What is said beside the text, and how.
+/// What is reported beside the text, and how.
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
-    /// How much.
+    /// How much is reported.
     pub detail: Detail,
     /// Whether standard output gets JSON.
     pub json: bool,
 }
 
-/// How much is said on standard error.
+/// How much is reported on standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Detail {
-    /// Errors.
+    /// Only errors.
     Quiet,
     /// Progress and a summary.
     Normal,
-    /// All there is to know.
+    /// Everything.
     Verbose,
 }
 
-/// Resolves the arguments of `generate`; reads the prompt.
+/// Resolves the arguments of `generate`, and reads the prompt.
 ///
 /// # Errors
-/// A model that is not there, a prompt that cannot be read, a profile that cannot be written, settings that contradict
-/// each other.
+/// If there is no such model, the prompt cannot be read, the profile cannot be written, or settings contradict each
+/// other.
 pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
     let source = source(&model.model, &model)?;
@@ -211,8 +212,8 @@ pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
     })
 }
 
-/// Where what is typed is kept between conversations: in the user's folder for states, as the XDG base directory
-/// specification has it. None if there is no such folder.
+/// The file that keeps what is typed for later conversations. It is in the user's folder for state, as the XDG base
+/// directory specification says. `None` if there is no such folder.
 fn history_file() -> Option<PathBuf> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let states = folder("XDG_STATE_HOME").or_else(|| Some(folder("HOME")?.join(".local/state")))?;
@@ -222,7 +223,7 @@ fn history_file() -> Option<PathBuf> {
 /// Resolves the arguments of `inspect`.
 ///
 /// # Errors
-/// A model that is not there.
+/// If there is no such model.
 pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
     let which = args.which.as_ref().unwrap_or(&args.model.model);
     Ok(Inspect {
@@ -277,12 +278,12 @@ fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Res
         repetition_penalty: args.repetition_penalty,
         presence_penalty: args.presence_penalty,
         frequency_penalty: args.frequency_penalty,
-        // 32 bits: short enough to type, and a number that every reader of JSON keeps whole.
+        // 32 bits: short enough to type, and every reader of JSON keeps the number exact.
         seed: args.seed.unwrap_or_else(|| rand::random::<u32>().into()),
     })
 }
 
-/// How drafts are made, and by which model or head.
+/// How drafts are made, and which model or head makes them.
 fn drafting(args: &DraftArgs) -> anyhow::Result<(Option<Draft>, Option<DraftSource>)> {
     let (max, min, adaptive) = (args.ngram_max, args.ngram_min, !args.draft_always);
     let tokens = args.draft_tokens.unwrap_or(NgramDraft::default().tokens);
@@ -331,7 +332,7 @@ fn prompt(argument: Option<String>, file: Option<&Path>) -> anyhow::Result<Strin
     }
 }
 
-/// The text of a prompt file, without the newline that editors and `echo` end it with.
+/// The text of a prompt file, without the line break that editors and `echo` put at its end.
 fn text(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
     let mut text = utf8(bytes, name)?;
     if text.ends_with('\n') {
@@ -356,7 +357,7 @@ pub fn utf8(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
     })
 }
 
-/// An error of usage, shown as the parser shows its own.
+/// A usage error, shown as the parser shows its own.
 fn usage(message: impl std::fmt::Display) -> anyhow::Error {
     clap::Error::raw(ErrorKind::ValueValidation, format!("{message}\n\nFor more information, try '--help'.\n")).into()
 }
@@ -364,7 +365,7 @@ fn usage(message: impl std::fmt::Display) -> anyhow::Error {
 impl Answer {
     /// The sampling settings: those given, else the checkpoint's, else neutral ones.
     pub fn sampling(&self, checkpoint: &GenerationConfig) -> Sampling {
-        // transformers samples only where the config says so.
+        // As transformers does, this samples only if the config says so.
         let temperature = match checkpoint.do_sample {
             Some(true) => checkpoint.temperature.unwrap_or(1.0),
             _ => 0.0,
@@ -405,7 +406,7 @@ impl Report {
         self.detail >= Detail::Normal
     }
 
-    /// Whether it gets all there is to know.
+    /// Whether everything is reported.
     pub fn is_verbose(&self) -> bool {
         self.detail == Detail::Verbose
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Begins dimmed text.
 const DIM: &str = "\x1b[2m";
-/// Ends it.
+/// Ends dimmed text.
 const PLAIN: &str = "\x1b[0m";
 
 /// Whether standard output is in the middle of dimmed text.
@@ -16,7 +16,8 @@ pub fn is_capable() -> bool {
     std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb")
 }
 
-/// Whether text for `stream` may be styled: it is a terminal that can, and nobody asked for no colour.
+/// Whether text for `stream` may be styled: it goes to a terminal that understands styles, and the user has not set
+/// `NO_COLOR`.
 pub fn is_styled(stream: &impl IsTerminal) -> bool {
     let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     stream.is_terminal() && is_capable() && !unwanted
@@ -27,7 +28,7 @@ pub fn dimmed(text: &str) -> String {
     if is_styled(&std::io::stderr()) { format!("{DIM}{text}{PLAIN}") } else { text.to_owned() }
 }
 
-/// What switches standard output to dimmed text or back; none if it is so already.
+/// The sequence that switches standard output to dimmed text or back; empty if it is in that state already.
 pub fn dim(on: bool) -> &'static str {
     match (DIMMED.swap(on, Ordering::SeqCst), on) {
         (false, true) => DIM,
@@ -36,7 +37,7 @@ pub fn dim(on: bool) -> &'static str {
     }
 }
 
-/// Puts the terminal back as it was found: for every way out of the program that runs no destructors.
+/// Restores the terminal to the state in which it was found, for ways out of the program that run no destructors.
 pub fn restore() {
     if DIMMED.swap(false, Ordering::SeqCst) {
         let _ = write!(std::io::stdout(), "{PLAIN}").and_then(|()| std::io::stdout().flush());
@@ -53,20 +54,20 @@ mod keys {
 
     use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
 
-    /// How the terminal was.
+    /// The settings of the terminal when it was taken over.
     static FOUND: Mutex<Option<Termios>> = Mutex::new(None);
-    /// The terminal says where pasted text begins and ends, or does no more.
+    /// Makes the terminal mark where pasted text begins and ends. The next sequence switches that off.
     const MARK_PASTES: &str = "\x1b[?2004h";
     const MARK_NO_PASTES: &str = "\x1b[?2004l";
 
-    /// While it lives, keys that are pressed while nobody reads them wait for the next prompt, unseen and whole: the
-    /// terminal neither echoes them into an answer nor cuts a line that is longer than its own buffer, and marks pasted
-    /// text. Ctrl-C still interrupts.
+    /// While this lives, keys that are pressed while nobody reads them wait for the next prompt, unseen and whole. The
+    /// terminal neither echoes them into an answer nor cuts a line that is longer than its own buffer, and it marks
+    /// pasted text. Ctrl-C still interrupts.
     #[derive(Debug)]
     pub struct Keys(());
 
     impl Keys {
-        /// From now on, if standard input is a terminal.
+        /// Holds keys from now on, if standard input is a terminal.
         pub fn hold() -> Self {
             if let Ok(found) = tcgetattr(std::io::stdin()) {
                 let mut held = found.clone();
@@ -79,7 +80,7 @@ mod keys {
             keys
         }
 
-        /// Has pasted text marked again, after an editor has switched that off.
+        /// Marks pasted text again, after an editor has switched that off.
         pub fn mark_pastes(&self) {
             print(MARK_PASTES);
         }
@@ -91,7 +92,7 @@ mod keys {
         }
     }
 
-    /// As it was found; nothing if no keys are held.
+    /// Restores the terminal as it was found. Does nothing if no keys are held.
     pub fn restore() {
         if let Some(found) = FOUND.lock().unwrap_or_else(PoisonError::into_inner).take() {
             print(MARK_NO_PASTES);
@@ -99,7 +100,7 @@ mod keys {
         }
     }
 
-    /// To the terminal itself, wherever the streams go.
+    /// Prints to the terminal itself, wherever the streams go.
     fn print(sequence: &str) {
         if let Ok(mut terminal) = std::fs::File::options().write(true).open("/dev/tty") {
             let _ = terminal.write_all(sequence.as_bytes());

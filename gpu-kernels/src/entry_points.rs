@@ -1,9 +1,9 @@
-//! Kernels that differ in what they run alone.
+//! A macro for kernels that differ only in the function that they run.
 //!
 //! # Safety
 //! A kernel requires what its parameter block says.
 
-/// Kernels of one parameter block, each with its documentation, its name, and the function that it runs.
+/// Defines kernels of one parameter block: for each its documentation, its name, and the function that it runs.
 macro_rules! entry_points {
     ($launch:tt of $params:ty: $($(#[$doc:meta])* $name:ident: $run:path;)*) => { $(
         $(#[$doc])*

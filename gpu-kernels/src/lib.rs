@@ -1,30 +1,31 @@
-//! Every device routine of warpdraft, one family of kernels a module.
+//! All device code of warpdraft: one module for each family of kernels.
 //!
 //! The crate is compiled twice: to PTX for the device, and as an ordinary library for the host. Parameter blocks,
-//! constants and memory layouts are defined here once and serve both sides. A kernel speaks [`cuda_std`] alone, so that
-//! it also runs on a CPU, lane by lane, under `cuda_std::emulator`; the tests beside this crate compare each with a
-//! plain reference that way.
+//! constants and memory layouts are defined here once and serve both sides. Kernels use nothing but [`cuda_std`], so
+//! they also run on a CPU, lane by lane, under `cuda_std::emulator`. That is how the tests beside this crate compare
+//! each kernel with a plain reference.
 //!
-//! The forward pass of one step, in order: [`embedding`], then for each layer [`linear`] (query, key and value),
-//! [`qkv`] (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual),
-//! [`linear`] (gate and up with SwiGLU), [`linear`] (down, into the residual), then [`linear`] (the head), [`mask`]
-//! where an answer has a form, and [`sample`]; [`norm`] is fused into its neighbours. On Hopper `decode` is all of that
-//! in one launch, and the rows of a prompt run [`gemm`] and [`prefill_attention`]. [`step`] holds what the steps hand
-//! to each other: the rows to run, and what was accepted; [`drafting`] how many of the proposed drafts a step runs, and
-//! [`tree`] which of a drafter's tree; [`batch`] what a step of many sequences needs besides, [`logprobs`] what they
-//! may ask for. `batched` is all of such a step in one launch on Hopper, and reads pages of keys and values that
-//! [`packed`] made smaller.
+//! The forward pass of one step, in order: [`embedding`]; for each layer [`linear`] (query, key and value), [`qkv`]
+//! (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`]
+//! (gate and up with SwiGLU) and [`linear`] (down, into the residual); then [`linear`] (the head), [`mask`] if an
+//! answer must have a given form, and [`sample`]. [`norm`] is fused into its neighbours. On Hopper `decode` does all of
+//! that in one launch, and the rows of a prompt run [`gemm`] and [`prefill_attention`].
 //!
-//! All of them read weights in one layout, [`stream`]. Kernels know no model: sizes and strides are parameters.
+//! [`step`] has what one step hands to the next: the rows to run, and the accepted tokens. [`drafting`] decides how
+//! many of the proposed drafts a step runs, and [`tree`] which nodes of a drafter's tree. [`batch`] has what a step of
+//! many sequences needs besides, and [`logprobs`] the log-probabilities that its sequences may ask for. On Hopper
+//! `batched` does such a step in one launch, and reads KV pages that [`packed`] made smaller.
 //!
-//! What only measurements launch is the crate `bench-kernels` beside the benchmarks: ceilings, ladders, peers, and what
-//! was fused since. It is made of this crate's functions.
+//! All kernels read weights in one layout, [`stream`]. They know no model: sizes and strides are parameters.
+//!
+//! Kernels that only benchmarks launch are in the crate `bench-kernels`, beside the benchmarks: ceilings, ladders,
+//! peers, and separate versions of kernels that are fused here. They are built from this crate's functions.
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, stdarch_nvptx), allow(unused_features))]
-// As a dependency of another kernel crate it has no kernels, and what they alone call is nobody's.
+// As a dependency of another kernel crate, this one has no kernels, and what only kernels call is dead code.
 #![cfg_attr(target_arch = "nvptx64", allow(dead_code))]
-// A kernel's body is unsafe throughout: every address is the launcher's word. What makes one sound is said once, in its
-// parameter block: which regions the launcher must pass.
+// A kernel's body is unsafe throughout, since it trusts every address that the launcher passes. The parameter block
+// says once what makes the kernel sound: which regions the launcher must pass.
 #![warn(clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
 
 #[cfg(not(target_arch = "nvptx64"))]

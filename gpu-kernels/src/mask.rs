@@ -1,8 +1,9 @@
-//! Tokens that may not come next: their logits become minus infinity, before anything is chosen.
+//! Rules out tokens that may not come next: their logits become minus infinity before a token is chosen.
 //!
-//! A sequence whose answer has a form has a mask for each of its rows, a bit a token, which the host makes while the
-//! rows run. Rows without one are not touched. The [sampler](crate::sample) gives a logit of minus infinity no mass,
-//! and the largest is sought among the others: so a choice is what it would be in a vocabulary of the allowed tokens.
+//! A sequence whose answer must have a given form has a mask for each of its rows: one bit for each token, set if the
+//! token is allowed. The host makes the masks while the rows run. Rows without a mask are not touched. The
+//! [sampler](crate::sample) gives a logit of minus infinity no mass, and looks for the largest logit among the others.
+//! So a choice is what it would be in a vocabulary of only the allowed tokens.
 
 use cuda_std::{Global, GlobalMut, kernel, thread};
 
@@ -16,18 +17,18 @@ const OWN: u32 = 8;
 pub struct MaskLogits {
     /// `[rows, vocab]`, changed.
     pub logits: GlobalMut<f32>,
-    /// `[masks, MaskLogits::words(vocab)]`: a row of the logits, no row twice, and from [`MaskLogits::BITS`] on the
-    /// mask.
+    /// `[masks, MaskLogits::words(vocab)]` entries. Word 0 is the row of the logits, and the mask begins at word
+    /// [`MaskLogits::BITS`]. No row occurs twice.
     pub masks: Global<u32>,
     /// Tokens.
     pub vocab: u32,
 }
 
 impl MaskLogits {
-    /// Where in an entry the bits begin.
+    /// The word of an entry at which the mask begins.
     pub const BITS: usize = 4;
 
-    /// Words of an entry for so many tokens.
+    /// Words of an entry for a vocabulary of `vocab` tokens.
     pub const fn words(vocab: u32) -> usize {
         Self::BITS + (vocab.div_ceil(32) as usize).next_multiple_of(4)
     }
@@ -38,7 +39,7 @@ impl MaskLogits {
     }
 }
 
-/// Rules tokens out. What is NaN or infinite stays: it must not go unnoticed.
+/// Applies the masks. A logit that is NaN or plus infinity stays as it is: it must not go unnoticed.
 #[kernel(threads = 256)]
 pub unsafe fn mask_logits(p: MaskLogits) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -1,9 +1,10 @@
 //! Loops over registers.
 
-/// Repeats a body with the constant `I = 0, 1, … , N − 1`, written out: an array indexed by such an `I` stays in
-/// registers, where a loop that the compiler does not unroll would move it to local memory. `N` is a literal; or a
-/// constant of at most 16, better with the most that it can be (`T < TILES of 2`), since every copy is compiled before
-/// its condition is known, and nests multiply.
+/// Repeats a body, written out, with the constant `I = 0, 1, … , N − 1`. An array indexed by such an `I` stays in
+/// registers; a loop that the compiler does not unroll would move it to local memory.
+///
+/// `N` is a literal or a constant of at most 16. With a constant, better give the most that it can be as well
+/// (`T < TILES of 2`): every copy is compiled before its condition is known, and nested loops multiply the copies.
 #[macro_export]
 macro_rules! unroll {
     ($i:ident < $n:tt of $most:tt; $body:block) => {
@@ -23,7 +24,7 @@ macro_rules! unroll {
         if $v < $n {
             #[allow(non_upper_case_globals, dead_code)]
             const $i: usize = $v;
-            // Of the copies beyond N as well, which never run.
+            // The copies beyond N, which never run, index out of bounds.
             #[allow(clippy::out_of_bounds_indexing)]
             $body
         }

@@ -1,4 +1,4 @@
-//! Attention against softmax written out, and its exactness: a row does not see its company.
+//! Attention against softmax written out; and the bits of a row do not depend on the rows beside it.
 
 mod common;
 
@@ -51,7 +51,7 @@ impl Case {
         Self { q_heads, kv_heads, keys, values, pages, table }
     }
 
-    /// `[rows, q_heads, 128]` by the definition, in f64.
+    /// `[rows, q_heads, 128]` by the definition of attention, in f64.
     fn reference(&self, q: &[bf16], start: usize, rows: usize) -> Vec<f32> {
         let group = self.q_heads / self.kv_heads;
         let mut out = Vec::new();
@@ -111,12 +111,12 @@ impl Case {
         out.to_vec()
     }
 
-    /// The kernel for prompts, over rows cut into tiles of the given heights.
+    /// Runs the kernel for prompts over rows that are cut into tiles of these heights.
     fn prefill(&self, q: &[bf16], start: usize, heights: &[usize], seed: u64) -> Vec<bf16> {
         self.prefill_by(q, start, heights, |grid, out, params| self.run_prefill(heights, seed, grid, out, params))
     }
 
-    /// What a launch of it reads and writes.
+    /// Makes what the kernel for prompts reads and writes, and calls `launch` with it.
     fn prefill_by<R>(
         &self,
         q: &[bf16],
@@ -158,7 +158,7 @@ impl Case {
         launch([self.q_heads as u32, tiles.len() as u32, 1], &out, params)
     }
 
-    /// Launches it, alone and in pairs, and with codes for its outputs.
+    /// Launches the kernel for prompts by single blocks, by pairs of blocks, and with codes as outputs.
     fn run_prefill(
         &self,
         heights: &[usize],
@@ -175,7 +175,7 @@ impl Case {
             run::<prefill_attention::prefill_attention_2x1>(grid, prefill_attention::SHARED_BYTES, seed, params);
             assert!(paired.to_vec() == out.to_vec(), "in pairs");
         }
-        // As codes: those that a launch of their own makes of the rows.
+        // With codes as outputs: they are those that a separate launch makes of the rows.
         let [found, apart] = [0; 2].map(|_| CodeBuffers::new(rows, self.q_heads * D, 0.0));
         let params = PrefillAttention { out: Default::default(), codes: found.rows(), ..params };
         run::<prefill_attention::prefill_attention>(grid, prefill_attention::SHARED_BYTES, seed, params);
@@ -213,7 +213,7 @@ proptest! {
         let all = case.prefill(&q, start, &[rows], seed);
         let cut = 1 + random.below(rows - 1);
         prop_assert_eq!(&case.prefill(&q, start, &[cut, rows - cut], seed ^ 1), &all);
-        // As a chunk of its own, which does not see what comes later.
+        // The last rows as a chunk of their own.
         let last = case.prefill(&q[cut * 2 * D..], start + cut, &[rows - cut], seed ^ 2);
         prop_assert_eq!(&last[..], &all[cut * 2 * D..]);
     }
@@ -250,8 +250,8 @@ proptest! {
     }
 }
 
-/// Each wait of the kernel for prompts, left out: for keys and values that are not there yet, and for stages that are
-/// still read.
+/// Leaves out each wait of the kernel for prompts in turn. Keys and values that are used before they are there must be
+/// found, and stages that are overwritten while they are read.
 #[test]
 fn a_missing_wait_is_found() {
     let mut random = Random::new(1);
@@ -270,7 +270,7 @@ fn a_missing_wait_is_found() {
     }
 }
 
-/// A tile whose rows end in different splits: the earlier rows are finished by the first, and the second leaves them
+/// A tile whose rows end in different splits. The first split finishes the earlier rows, and the second leaves them
 /// alone.
 #[test]
 fn rows_of_a_tile_may_end_in_different_splits() {

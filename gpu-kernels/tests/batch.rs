@@ -1,4 +1,4 @@
-//! What a step of many sequences needs beside the forward pass.
+//! The kernels that a step of many sequences needs beside the forward pass.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn words_go_where_they_belong() {
 fn rows_take_tokens_that_were_chosen_before() {
     const VOCAB: usize = 50;
     let sampled = Buffer::from_slice(&(0..400u32).map(|i| i * 11 % VOCAB as u32).collect::<Vec<_>>());
-    // Row 2 i takes choice 399 - i; every third is counted.
+    // Row 2 i takes choice 399 - i; every third token is counted in `uses`.
     let entry = |i: u32| [2 * i, 399 - i, if i.is_multiple_of(3) { i / 3 } else { TakeTokens::NOWHERE }];
     let entries: Vec<u32> = (0..300).flat_map(entry).collect();
     let (entries, tokens) = (Buffer::from_slice(&entries), Buffer::from_slice(&[7777u32; 600]));

@@ -1,4 +1,4 @@
-//! GEMMs for the rows of many sequences: the very bits of `linear`, whatever the tiles and the grid.
+//! GEMMs for the rows of many sequences: the same bits as `linear`, whatever the tiles and the grid.
 
 mod common;
 
@@ -14,7 +14,7 @@ use gpu_kernels::stream::{N_TILES, StreamMatrix, Walk};
 use gpu_kernels::workspace::Workspace;
 use proptest::prelude::*;
 
-/// Blocks that weights are laid out for.
+/// Number of blocks that weights are laid out for.
 const BLOCKS: u32 = 3;
 
 /// What the kernels wrote.
@@ -24,7 +24,7 @@ struct Outputs {
     activation: Vec<bf16>,
     scaled: Vec<bf16>,
     squares: Vec<f32>,
-    /// Of the batched step, if it finds that: the rank of each row's best token.
+    /// The rank of each row's best token, if the batched step finds it.
     best: Vec<u64>,
 }
 
@@ -41,7 +41,7 @@ struct Case {
     next_norm: Vec<bf16>,
 }
 
-/// As many parts as there are blocks for, so that parts meet though GEMMs are short.
+/// Splits the left-over tiles into as many parts as there are blocks for, so that parts meet even in short GEMMs.
 fn split(tiles: u32, grid: u32) -> Share {
     let left = tiles % grid;
     let shift = (0..=2).rev().find(|&shift| left << shift <= grid).expect("fewer tiles than blocks");
@@ -67,14 +67,14 @@ impl Case {
         )
     }
 
-    /// The matrix, or gate and up, with what lies before in the stream.
+    /// The matrix, or gate and up together, with something before it in the stream.
     fn weights(&self, gated: bool) -> (Buffer<bf16>, StreamMatrix) {
         let walk = Walk { chunks: 5, ..Walk::new(BLOCKS) };
         laid_out(&self.weight, gated.then_some(&self.up), self.k as u32, walk)
     }
 
-    /// Of gate and up, or of the matrix alone; with a norm before it or without, and with the weights of the next norm
-    /// as the bias, if there is to be one.
+    /// The outputs of `linear` for gate and up, or for the matrix alone. There may be a norm before it, and a bias, for
+    /// which the weights of the next norm serve.
     fn by_linear<K: Kernel<Params = Linear>>(&self, [gated, norm, bias]: [bool; 3]) -> Outputs {
         let (_stream, weights) = self.weights(gated);
         let mut all = Outputs { y: vec![], activation: vec![], scaled: vec![], squares: vec![], best: vec![] };
@@ -128,7 +128,8 @@ impl Case {
         all
     }
 
-    /// Runs a step of one GEMM, of two for the best tokens, with tiles of `tile_rows` rows, on `grid` blocks.
+    /// Runs a batched step with tiles of `tile_rows` rows on `grid` blocks. It has one GEMM, or two if it finds best
+    /// tokens.
     fn by_batched(&self, kind: PhaseKind, tile_rows: u32, grid: u32, bias: bool) -> Outputs {
         let gated = kind == PhaseKind::SwiGlu;
         let k = self.k as u32;
@@ -156,11 +157,11 @@ impl Case {
             row_tiles,
             ..Phase::new(kind)
         };
-        // The best tokens are found behind a grid barrier.
+        // Best tokens are found after a grid barrier, so another GEMM comes first.
         let list = [Phase { kind: PhaseKind::Write, ..phase }, phase];
         let list = if kind == PhaseKind::Best { &list[..] } else { &list[1..] };
         let phases = Buffer::from_slice(Phase::words(list));
-        // What the input has yet to be divided by, or the squares that are written.
+        // The squares by which the input has yet to be normalised, or those that the step writes.
         let (dim, squares_of) = if kind == PhaseKind::Add { (self.n, &squares) } else { (self.k, &before) };
         let work = Workspace {
             rows: rows.rows(),
@@ -231,7 +232,7 @@ proptest! {
     }
 }
 
-/// Of equal logits the first is the best: here all are zero, of either sign, in some rows.
+/// Of equal logits the first is the best. Here all logits of some rows are zeros, of either sign.
 #[test]
 fn the_first_of_equals_is_best() {
     let mut case = Case::new(70, 64 * 16, 128, 11);
@@ -241,15 +242,15 @@ fn the_first_of_equals_is_best() {
     case.check(4);
 }
 
-/// Several passes of the stream, whole and split tiles in one launch.
+/// Several passes of the stream, with whole and split tiles in one launch.
 #[test]
 fn bits_of_linear_over_passes() {
     let n_tiles = (N_TILES * BLOCKS) as usize + 13;
     Case::new(9, n_tiles.next_multiple_of(2) * 16, 256, 7).check(4);
 }
 
-/// Two tiles of rows, the second a short one: whole tiles of the same features are the two blocks' of a cluster, which
-/// keep step, before others that are split.
+/// Two tiles of rows, the second a short one. The two blocks of a cluster take whole tiles of the same features and
+/// keep in step; then come tiles that are split.
 #[test]
 fn blocks_with_the_same_weights() {
     let case = Case::new(133, 24 * 16, 256, 5);
@@ -257,8 +258,8 @@ fn blocks_with_the_same_weights() {
     case.check(2);
 }
 
-/// Parts go to blocks in rounds that no other split would shorten, what parts exchange included; and there are no more
-/// parts of a tile than blocks.
+/// No other split would make the rounds of parts shorter, counting also what parts exchange. A tile has no more parts
+/// than there are blocks.
 #[test]
 fn the_last_round_is_short() {
     for (grid, k, rows) in
@@ -275,7 +276,8 @@ fn the_last_round_is_short() {
             };
             let other = (0..3).filter(|other| 1 << other <= grid).map(time).min();
             assert_eq!(Some(time(shift)), other, "{tiles} tiles of {k} on {grid} blocks");
-            // What comes from the other block of a cluster lies where a block's next activations would.
+            // What a block receives from the other block of its cluster lies where its next activations would, so there
+            // is one round at most.
             assert!(shift != 1 || (tiles - whole) << shift <= grid, "{tiles} tiles of {k} on {grid} blocks");
         }
     }

@@ -1,5 +1,5 @@
-//! Attention of many sequences at once, from the projection on: for each row the very bits of `split_heads`, `attend`
-//! and `combine`, over pages as they are and packed ones.
+//! Attention of many sequences at once, from the projection on: for each row the same bits as from `split_heads`,
+//! `attend` and `combine`, over pages as they are and over packed ones.
 
 mod common;
 
@@ -37,10 +37,10 @@ impl Case {
         for i in 0..count {
             tables.swap(i, random.below(count));
         }
-        // Of two layers.
+        // The pages of two layers.
         let mut pages = [(); 2].map(|()| random.bf16s(count * kv::page_elements(kv_heads as u32)));
-        // Of the full pages that nobody writes to, some are packed, and of these some have a key or a value too small
-        // for that.
+        // Some of the full pages, to which nobody writes, are packed. Some of these have a key or a value that is too
+        // small for packing.
         let full = |(number, &(start, _)): (usize, &(usize, usize))| {
             (0..start / PAGE_TOKENS as usize).map(move |index| number * stride + index)
         };
@@ -125,7 +125,7 @@ impl Case {
         }
 
         let words = Buffer::from_slice(&tiles.concat());
-        // The launch for other devices, too.
+        // The kernel for other devices must give the same.
         let portable = memory_of(rows.len());
         let tiled = AttendTiles { attend: attend(&all, &q, &portable), tiles: words.ptr() };
         let blocks = [kv_heads as u32, splits, tiles.len() as u32];
@@ -133,14 +133,14 @@ impl Case {
         let heads = [q_heads as u32, rows.len() as u32, 1];
         run::<attention::combine>(heads, Attend::COMBINE_SHARED_BYTES, seed, tiled.attend);
         assert!(want == portable.2.to_vec(), "{q_heads} and {kv_heads} heads, {sequences:?}, in tiles");
-        // In whole steps, and in launches of its own.
+        // Attention in whole steps and, where that is possible, in launches of its own.
         let is_alone = group <= BatchedStep::ATTEND_PAIRS as usize && sequences.iter().all(|&(_, rows)| rows == 1);
         let alone = is_alone.then_some(None);
         for tile_rows in [Some(64), Some(96), Some(128)].into_iter().chain(alone) {
             let memory = memory_of(rows.len());
             let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, q_heads as u32)]);
             let items = Buffer::<u32>::new_poisoned(BatchedStep::items_len(tiles.len(), kv_heads, splits as usize));
-            // Layers lie behind each other.
+            // The layers lie one behind the other.
             let (cache, len) = (Buffer::from_slice(&pages.concat()), pages[0].len());
             let (list, forms) = (Buffer::from_slice(&listed), Buffer::<u32>::new_poisoned(2 * count * kv_heads));
             let pack = PackPages {
@@ -234,15 +234,14 @@ proptest! {
     }
 }
 
-/// More items than a warp has lanes, for one block.
+/// More items for a block than a warp has lanes.
 #[test]
 fn many_items_for_a_block() {
     let sequences = (0..60).map(|i| (i * 7, 1 + i % 3)).collect();
     Case { q_heads: 4, kv_heads: 2, sequences }.check(2, 5);
 }
 
-/// More splits than a warp that combines takes at a time.
-/// Then attention may have launches of its own.
+/// With one row for each sequence, attention may have launches of its own.
 #[test]
 fn each_sequence_has_one_row() {
     let contexts = [[0, 1, 30, 31, 32, 63, 64, 65, 100], [700, 255, 256, 257, 511, 512, 513, 40, 320]];
@@ -254,13 +253,14 @@ fn each_sequence_has_one_row() {
     }
 }
 
+/// One context has more splits than a warp that combines takes at a time.
 #[test]
 fn a_long_context_beside_short_ones() {
     Case { q_heads: 2, kv_heads: 1, sequences: vec![(2400, 1), (3, 2), (700, 1)] }.check(4, 9);
 }
 
-/// Sequences that end at, before and after the border of a split, of a page and of a warp's keys, with rows on both
-/// sides.
+/// Sequences that end at, before and after the border of a split, of a page and of a warp's keys; their rows lie on
+/// both sides of it.
 #[test]
 fn contexts_on_borders() {
     let ends = [1, 32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025];
@@ -269,8 +269,8 @@ fn contexts_on_borders() {
     Case { q_heads: 8, kv_heads: 2, sequences: sequences.collect() }.check(4, 3);
 }
 
-/// From one cluster for everything to more blocks than there are pages: a tile's head in the hands of one block, of
-/// two, of many.
+/// From one cluster for everything to more blocks than there are pages: one block has a tile's head, or two share it,
+/// or many.
 #[test]
 fn heads_are_cut_between_blocks() {
     for grid in [2, 6, 24] {
@@ -280,7 +280,7 @@ fn heads_are_cut_between_blocks() {
     }
 }
 
-/// Sums that have room beside the queries, with both kernels, with one and with neither.
+/// The sums of the splits fit beside the queries in both kernels, in one of them, and in neither.
 #[test]
 fn more_splits_than_fit() {
     for (start, rows) in [(255, 1), (1000, 1), (1900, 1), (600, 4), (1400, 4), (1900, 7)] {

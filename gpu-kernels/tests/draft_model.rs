@@ -1,5 +1,5 @@
-//! The plans between the passes of a draft model, beside one that remembers all: what its cache holds, what it
-//! proposed, how that fared.
+//! The plans between the passes of a draft model, against a plain model that remembers everything: what the cache
+//! holds, what was proposed, and how much of it was accepted.
 
 mod common;
 
@@ -15,10 +15,10 @@ use gpu_kernels::tree::Likeliest;
 const MOST: usize = MAX_DECODE_ROWS as usize;
 const VOCAB: u32 = 6;
 const COUNTERS: usize = 40;
-/// Tokens that the draft model has: one that the other model lacks.
+/// The draft model's tokens: one more than the other model has.
 const TOKENS: usize = VOCAB as usize + 1;
 
-/// What the draft model says after these tokens; now and then a token that the other model lacks, or none.
+/// What the draft model says after these tokens: now and then a token that the other model lacks, or none.
 fn says(text: &[i32]) -> u32 {
     let hash = text.iter().rev().take(3).fold(7u64, |h, &t| gpu_kernels::sample::random(h, t as u64));
     match hash % 40 {
@@ -28,7 +28,7 @@ fn says(text: &[i32]) -> u32 {
     }
 }
 
-/// A sequence, its draft model, and what the model of this test knows of both.
+/// A sequence, its draft model, and what this test knows of both.
 struct World {
     history: Buffer<i32>,
     words: Buffer<u32>,
@@ -49,7 +49,7 @@ struct World {
     text: Vec<i32>,
     /// The token whose key and value each position of the draft model's cache holds.
     cache: Vec<i32>,
-    /// What was worth how much, of the model and of the match.
+    /// The acceptance of the model's drafts, and of the match's.
     acceptance: [u32; 2],
 }
 
@@ -73,7 +73,7 @@ impl World {
             guess: Buffer::from_slice(&[-9; MOST]),
             guess_rows: Buffer::from_slice(&[1]),
             notes: Buffer::from_slice(&[0; MOST * Note::WORDS]),
-            // The likeliest token, too.
+            // The note of row 0 has its likeliest token, too.
             noted: Buffer::from_slice(&[0, 1, 0]),
             targets: Buffer::from_slice(&std::array::from_fn::<_, { VOCAB as usize + 1 }, _>(|i| VOCAB - i as u32)),
             counters: Buffer::from_slice(&[1; COUNTERS]),
@@ -107,7 +107,7 @@ impl World {
         }
     }
 
-    /// `read` tokens of the text are read as a prompt is; then the next proposal is planned.
+    /// If `read` is not 0, this many tokens of the text are read as a prompt is. Then the next proposal is planned.
     fn plan(&mut self, economy: Economy, (matches, read): (bool, usize), seed: u64) {
         if read > 0 {
             self.cache = self.text[..read].to_vec();
@@ -131,7 +131,7 @@ impl World {
         assert_eq!(self.counters.to_vec(), [0; COUNTERS]);
     }
 
-    /// Runs the rows that are planned, and gives what the model says after the last, if there are any.
+    /// Runs the rows that are planned. Returns what the model says after the last of them, if there are any.
     fn pass(&mut self, chain: &[i32]) -> Option<u32> {
         let [count, tokens, positions, sequences] = self.columns.each_ref().map(Buffer::to_vec);
         let count = count[0] as usize;
@@ -151,9 +151,9 @@ impl World {
         let rows = self.columns[0].to_vec()[0];
         let noted = self.noted.to_vec()[Wanted::ROW];
         assert_eq!(noted, if rows == 0 { Wanted::NO_ROW } else { rows - 1 });
-        // A head's tokens are the model's the other way round.
+        // A head numbers the model's tokens in reverse order.
         let said = said.map(|said| if self.shift == 1 && said <= VOCAB { VOCAB - said } else { said });
-        // Rows before the last say something else.
+        // The logits of rows before the last say something else.
         let mut logits: Vec<f32> = (0..MOST * TOKENS).map(|i| (i % 5) as f32).collect();
         if let Some(said) = said {
             let row = &mut logits[(rows as usize - 1) * TOKENS..][..TOKENS];
@@ -189,13 +189,13 @@ impl World {
         assert_eq!(self.counters.to_vec(), [0; COUNTERS]);
     }
 
-    /// What is proposed by now.
+    /// What has been proposed so far.
     fn proposed(&self) -> Vec<i32> {
         let rows = self.draft_rows.to_vec()[0].max(1) as usize;
         self.drafts.to_vec()[1..rows].to_vec()
     }
 
-    /// A step confirms these tokens.
+    /// Confirms these tokens, as a step does.
     fn accept(&mut self, tokens: &[i32]) {
         self.text.extend_from_slice(tokens);
         let mut history = self.history.to_vec();
@@ -214,7 +214,7 @@ fn same(a: &[i32], b: &[i32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// A sequence from its prompt to its end, with acceptance as it comes.
+/// Drafts for a sequence from its prompt to its end. How many drafts are accepted is random.
 fn drafts_of_a_sequence(seed: u64, shift: usize) {
     let mut random = Random::new(seed);
     let prompt = 1 + random.below(20);
@@ -250,11 +250,12 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
             world.guess = Buffer::from_slice(&drafts);
         }
         world.guess_rows = Buffer::from_slice(&[if finished { 0 } else { 1 + guess.len() as i32 }]);
-        // A chain that a token ended which is none has run one draft more than is counted.
+        // The cache holds all drafts of the chain but the last, which was not run. (If a token that is none ended the
+        // chain, the last was run too, but is not counted.)
         let (before, agreed) = (world.text.len() - newest, same(&chain, came));
         let valid = if chain.is_empty() || shift == 1 { cached } else { before + agreed.min(chain.len() - 1) };
         assert!(valid <= same(&world.cache, &world.text[shift..]).min(world.text.len() - 1 - shift));
-        // Of a model; a head's rows want hidden states.
+        // Only for a model: a head's rows need hidden states.
         let reads = shift == 0 && random.below(8) == 0;
         let read = if reads { valid + random.below(world.text.len() - valid) } else { 0 };
         let valid = valid.max(read);
@@ -336,7 +337,7 @@ fn a_hopeless_model_runs_when_its_cache_is_far_behind_and_no_sooner() {
         let choice = HALF_PASS.choose(Prospect { lag, ..hopeless });
         let expected = match lag {
             0..12 => (0, 0),
-            // Its pass brings a trial.
+            // The pass that catches up brings a trial.
             12..=16 => (lag, 1),
             // There is more to catch up with.
             _ => (16, 0),
@@ -349,13 +350,13 @@ fn a_hopeless_model_runs_when_its_cache_is_far_behind_and_no_sooner() {
 #[test]
 fn the_better_source_proposes() {
     let prospect = Prospect { model: ONE * 9 / 10, ngram: ONE * 9 / 10, lag: 1, left: 100, guessed: 7 };
-    // As good, and without passes.
+    // The match is as good as the model, and needs no passes.
     assert!(HALF_PASS.choose(prospect).by_guess);
     let choice = HALF_PASS.choose(Prospect { ngram: ONE / 10, ..prospect });
     assert!(!choice.by_guess && choice.chain > 3, "{choice:?}");
     let choice = HALF_PASS.choose(Prospect { model: ONE / 10, ngram: ONE / 10, ..prospect });
     assert!(choice.by_guess && choice.chain == 0);
-    // Where nothing costs, all that can be is proposed, and a match comes first.
+    // Where nothing costs anything, all that can be proposed is, and a match comes first.
     let free = Economy { row: Cost::default(), pass: 0, ..HALF_PASS };
     assert!(free.choose(Prospect { ngram: 0, ..prospect }).by_guess);
     assert_eq!(free.choose(Prospect { model: 0, guessed: 0, ..prospect }).chain, 7);

@@ -1,4 +1,4 @@
-//! Activations and weights become codes of e4m3: they are the nearest ones, and lie where the layout says.
+//! Activations and weights as codes of e4m3: the codes are the nearest ones, and lie where the layout says.
 
 mod common;
 
@@ -9,13 +9,14 @@ use gpu_kernels::e4m3::{EncodeE4m3, GROUP, encode_e4m3, groups, scale_of, scales
 use gpu_kernels::linear::{N_TILE, slot};
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, StreamMatrix, Walk, Wave};
 
-/// How far the nearest code's value is from `x`; beyond the largest that is the nearest.
+/// How far `x` is from the value of the nearest code; beyond the largest value, that value is the nearest.
 fn distance(x: f32) -> f32 {
     let codes = (0..=255u8).filter(|code| code & 0x7f != 0x7f);
     codes.map(|code| (e4m3(code) - x).abs()).fold(f32::INFINITY, f32::min)
 }
 
-/// Quantises rows from `first` on, in the order of slots or as they come; with poison where nothing is written.
+/// The codes and scales of rows from `first` on, whose elements lie in the order of slots or, if `in_order`, as they
+/// come. Poison is left where nothing is written.
 fn quantized(x: &[bf16], k: usize, first: usize, in_order: bool) -> (Vec<u8>, Vec<f32>) {
     let rows = x.len() / k;
     let x = Buffer::from_slice(&if in_order { x.to_vec() } else { reordered(x, k, false) });
@@ -29,7 +30,7 @@ fn rows_become_the_nearest_codes() {
     for (rows, k, first) in [(5, 384, 0), (70, 256, 0), (140, 128, 128)] {
         let mut random = Random::new((rows + k) as u64);
         let mut x = random.bf16s(rows * k);
-        // Groups of other magnitudes, one of zeros, and one of hardly more.
+        // Groups of different magnitudes; one group is zeros, and one is hardly more.
         let factors: Vec<f32> = (0..rows * k / 128).map(|_| 2f32.powi(random.below(40) as i32 - 20)).collect();
         x.iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(x.to_f32() * factors[i / 128]));
         let last = rows * k - 128;
@@ -44,7 +45,7 @@ fn rows_become_the_nearest_codes() {
                 let [expected, inverse] = scale_of(most);
                 assert_eq!(scale, expected, "row {row}, group {group}");
                 for (i, x) in elements.iter().enumerate() {
-                    // A byte for the place that slots give the element in its slice of 64.
+                    // The byte of the code is the element's slot in its slice of 64.
                     let code = codes[row * k + group * 128 + i / 64 * 64 + slot(i as u32 % 64) as usize];
                     let x = x.to_f32() * inverse;
                     assert_eq!((e4m3(code) - x).abs(), distance(x), "row {row}, group {group}: {code} for {x}");
@@ -57,20 +58,21 @@ fn rows_become_the_nearest_codes() {
 }
 
 const BLOCKS: u32 = 2;
-/// More N-tiles than a wave of two blocks has.
+/// Enough weight rows for more N-tiles than a wave of two blocks has.
 const ROWS: usize = 3 * 128;
 
-/// A matrix of codes with other scales for every block, of `k` inputs, and as a checkpoint is read: with the codes that
-/// are found, by a plain reading of the layout, and how many warps found a weight that is of no code.
+/// Makes a matrix of random codes with `k` inputs and different scales for every block, and encodes its weights as
+/// those of a checkpoint are. Returns the codes, the codes that a plain reading of the layout finds, and how many warps
+/// found a weight that no code makes. `spoil` changes one weight.
 fn found(k: usize, is_gated: bool, spoil: bool) -> (Vec<u8>, Vec<u8>, u32) {
     let mut random = Random::new(k as u64);
     let all: Vec<u8> = (0..=255u8).filter(|code| code & 0x7f != 0x7f).collect();
     let matrix: Vec<u8> = (0..ROWS * k).map(|_| all[random.below(all.len())]).collect();
     let of_group = groups(k as u32) as usize;
-    // As `Weights::scales` has them: of two matrices, the second's are the ups'.
+    // Laid out as `Weights::scales` says: of two matrices, the second's scales are the ups'.
     let mut scales = vec![0f32; scales_len((ROWS as u32).div_ceil(N_TILE), k as u32) as usize];
     for (i, scale) in scales.iter_mut().enumerate() {
-        // Of any bits.
+        // Scales may have any bits.
         *scale = if i % 4 < 2 { (random.uniform() * 0.3).abs() + 0.001 } else { f32::NAN };
         if !is_gated && i % 4 == 1 || i / 4 % of_group >= k / 128 {
             *scale = 0.0;
@@ -85,7 +87,7 @@ fn found(k: usize, is_gated: bool, spoil: bool) -> (Vec<u8>, Vec<u8>, u32) {
     if spoil {
         weights[12_345] = bf16::from_bits(weights[12_345].to_bits() ^ 1);
     }
-    // Something lies before it in either stream.
+    // In both streams something lies before the matrix.
     let (_stream, from) = laid_out(&weights, None, k as u32, Walk { chunks: 8, ..Walk::new(BLOCKS) });
     let n_tiles = from.n_tiles;
     let (mut walk, mut waves, mut first) = (Walk { chunks: 16, ..Walk::new(BLOCKS) }, Vec::new(), 0);
@@ -104,11 +106,11 @@ fn found(k: usize, is_gated: bool, spoil: bool) -> (Vec<u8>, Vec<u8>, u32) {
     let at = |row: usize, group: usize, byte: usize| {
         let tile = row as u32 / N_TILE;
         let (first, wave): &(u32, Wave) = waves.iter().rev().find(|(first, _)| *first <= tile).unwrap();
-        // Eight features' 16 bytes are a core matrix; of 32 bytes of a group two of them.
+        // A core matrix is 16 bytes of eight features, so 32 bytes of a group take two of them.
         let core = row % 16 / 8 * 8 + byte / 16;
         bytes[wave.slice(tile - first, group as u32) as usize + core * 128 + row % 8 * 16 + byte % 16]
     };
-    // What is beyond the inputs in the last chunk.
+    // Codes beyond the inputs in the last chunk are zero.
     let whole = k.next_multiple_of(2 * CHUNK_FEATURES as usize) / GROUP as usize;
     assert!((k / 128..whole).all(|group| (0..ROWS).all(|row| (0..128).all(|byte| at(row, group, byte) == 0))));
     let of_element = |i: usize| {
@@ -120,7 +122,7 @@ fn found(k: usize, is_gated: bool, spoil: bool) -> (Vec<u8>, Vec<u8>, u32) {
 
 #[test]
 fn codes_are_found_again() {
-    // A chunk that is not whole; more than one; gates beside ups.
+    // A partial chunk; more than one chunk; gates beside ups.
     for (k, is_gated) in [(384, false), (1024 + 256, false), (256, true)] {
         let (codes, found, strange) = found(k, is_gated, false);
         let differ = codes.iter().zip(&found).position(|(a, b)| a != b);

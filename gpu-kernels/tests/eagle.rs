@@ -1,4 +1,4 @@
-//! What is made of hidden states for an EAGLE-3 head, against plain definitions.
+//! The kernels that prepare hidden states for an EAGLE-3 head, against plain definitions.
 
 mod common;
 
@@ -12,8 +12,8 @@ use gpu_kernels::step::MAX_DECODE_ROWS;
 const DIM: usize = 384;
 const SLOTS: usize = 5;
 
-/// Rows of sequences leave their states, each round the end of its ring, and get those that are still there side by
-/// side; of a sequence that there is no room for none are left.
+/// Rows leave their hidden states in a ring for each sequence, which wraps round. Gathering finds those that are still
+/// there, side by side. A sequence for which there is no ring leaves none.
 #[test]
 fn hidden_states_are_found_by_their_positions() {
     let mut random = Random::new(1);
@@ -24,7 +24,7 @@ fn hidden_states_are_found_by_their_positions() {
         let ring: Buffer<bf16> = Buffer::from_slice(&vec![bf16::from_f32(9.0); 2 * SLOTS * 3 * DIM]);
         let states = States { states: ring.ptr_mut(), slots: SLOTS as u32, dim: DIM as u32, sequences: 2 };
         let streams: Vec<Vec<f32>> = (0..STATES).map(|_| random.floats(count * DIM)).collect();
-        // One grid row more than there are rows: it writes nothing.
+        // The grid has one row more than there are rows, which writes nothing.
         let grid = [1, count as u32 + 1, 1];
         for (place, stream) in streams.iter().enumerate() {
             let x = Buffer::from_slice(stream);
@@ -64,7 +64,7 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
     let mut random = Random::new(2);
     let (table, norms) = (random.bf16s(vocab * DIM), [random.bf16s(DIM), random.bf16s(DIM)]);
     let hidden: Vec<f32> = random.floats(tokens.len() * DIM).iter().map(|x| 5.0 * x).collect();
-    // Hidden states of the head's own are those of the rows' sequences.
+    // The head's own hidden states are found by the rows' sequences.
     let sequences = [1, 2, 0];
     let rows: Vec<(u32, u32, u32)> = tokens.iter().zip(sequences).map(|(&token, of)| (token, 0, of)).collect();
     let rows = RowBuffers::new(&rows);
@@ -92,7 +92,7 @@ fn a_pair_is_a_normed_embedding_and_a_normed_hidden_state() {
         run::<eagle::make_pairs>([1, tokens.len() as u32, 1], MakePairs::SHARED_BYTES, 3, make);
         let (pairs, x) = (pairs.to_vec(), x.to_vec());
         for (row, &token) in tokens.iter().enumerate() {
-            // A token beyond the table is its last.
+            // A token beyond the table takes the table's last row.
             let embed = widen(&table[(token as usize).min(vocab - 1) * DIM..][..DIM]);
             let hidden = &hidden[if own == 1 { sequences[row] as usize } else { row } * DIM..][..DIM];
             let normed = rms_norm(hidden, &norms[1], eps);

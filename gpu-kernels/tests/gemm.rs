@@ -14,20 +14,20 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::qkv::{self, SplitHeads};
 use gpu_kernels::stream::Walk;
 
-/// `[rows, n]` in f64, each row times its factor.
+/// The product `[rows, n]` in f64, with each row multiplied by its factor.
 fn reference(x: &[bf16], w: &[bf16], k: usize, scales: &[f32]) -> Vec<f32> {
     let dot = |x: &[bf16], w: &[bf16]| x.iter().zip(w).map(|(x, w)| x.to_f64() * w.to_f64()).sum::<f64>();
     x.chunks(k).zip(scales).flat_map(|(x, s)| w.chunks(k).map(move |w| (dot(x, w) * f64::from(*s)) as f32)).collect()
 }
 
-/// Sums of squares of a row: more than lanes add at a time.
+/// Number of sums of squares of a row: more than lanes add at a time.
 const SPANS: usize = 37;
 const EPS: f32 = 1e-6;
 
 /// Pages of the cache.
 const PAGES: usize = 5;
 
-/// Blocks that weights are laid out for.
+/// Number of blocks that weights are laid out for.
 const BLOCKS: u32 = 3;
 
 #[derive(Clone)]
@@ -41,11 +41,11 @@ struct Case {
     up: Vec<bf16>,
     /// Sums of squares: `[m, SPANS]`.
     squares: Vec<f32>,
-    /// What follows from them: what sums are multiplied by.
+    /// The factors of the rows' sums, which follow from `squares`.
     scales: Vec<f32>,
     norm: Vec<bf16>,
     before: Vec<f32>,
-    /// Query heads and key-value heads, whose 128 features are `n` together: `qkv` alone.
+    /// Query heads and key-value heads, for `qkv` alone. `n` is then the 128 features of all heads together.
     heads: (usize, usize),
     /// Position of each row.
     positions: Vec<u32>,
@@ -55,13 +55,13 @@ struct Case {
     gated: bool,
     /// Elements of a row whose squares are added up.
     dim: u32,
-    /// `[n]`, or nothing.
+    /// `[n]`, or empty.
     bias: Vec<bf16>,
     /// Whether heads have a norm.
     head_norm: bool,
 }
 
-/// What heads are made with, and where they go: poisoned.
+/// The inputs for making heads, and the memory that heads go to, which is poisoned.
 struct HeadMemory {
     rows: RowBuffers,
     norm: Buffer<bf16>,
@@ -86,7 +86,7 @@ impl HeadMemory {
             sin,
             q: Buffer::new_poisoned(case.m * q_heads * 128).named("q"),
             pages: Buffer::new_poisoned(PAGES * kv::page_elements(kv_heads as u32)).named("pages"),
-            // Pages lie backwards.
+            // Pages lie in reverse order.
             table: Buffer::from_slice(&(0..PAGES as u32).rev().collect::<Vec<_>>()),
         }
     }
@@ -167,10 +167,10 @@ impl Case {
         self.launch(|params, seed| run::<K>([blocks, 1, 1], Gemm::shared_bytes(width), seed, params))
     }
 
-    /// Runs `K` on `blocks` blocks for the features up to `border`, and pairs of `P` for the others.
+    /// Runs `K` on `blocks` blocks for the features below `border`, and `P` on pairs of blocks for the others.
     fn run_beside<K: Kernel<Params = Gemm>, P: Kernel<Params = Gemm>>(&self, blocks: u32, border: u32) -> Results {
         self.launch(|params, seed| {
-            // The GEMM before was number 6.
+            // The word still holds the number of the GEMM before this one, 6.
             let word = Buffer::from_slice(&[6u32]).named("word");
             let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
             let shared = Gemm::shared_bytes(256);
@@ -185,7 +185,7 @@ impl Case {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
         let [x, norm] = [&reordered(&self.x, k, false), &self.norm].map(|v| Buffer::from_slice(v));
-        // What lies before the matrix in the stream; several passes of it.
+        // The matrix does not begin the stream, and takes several passes of it.
         let (walk, gated) = (Walk { chunks: 3, ..Walk::new(BLOCKS) }, self.gated);
         let (_stream, weights) = laid_out(&self.w, gated.then_some(&self.up), k as u32, walk);
         let factors = Buffer::from_slice(&self.squares);
@@ -195,7 +195,7 @@ impl Case {
         let n_tiles = n / N_TILE as usize;
         let squares = Buffer::<f32>::new_poisoned(rows * n_tiles).named("squares");
         let x_map = Self::map(x.ptr().addr(), m, k, TILE_ROWS);
-        // One row fewer than whole tiles: the last must not be written through it.
+        // The map has one row fewer than whole tiles: the last row must not be written through it.
         let out_map = Self::map(out.ptr().addr(), rows - 1, n, 64);
         let heads = HeadMemory::new(self);
         let bias = Buffer::from_slice(&self.bias);
@@ -246,7 +246,7 @@ impl Case {
     }
 }
 
-/// Queries and pages by the kernel that takes apart what a GEMM wrote in f32.
+/// Queries and pages, made by the separate kernel that splits a GEMM's output in f32 into heads.
 fn split(case: &Case, qkv: &[f32]) -> (Vec<bf16>, Vec<bf16>) {
     let memory = HeadMemory::new(case);
     let qkv = Buffer::from_slice(qkv);
@@ -256,7 +256,7 @@ fn split(case: &Case, qkv: &[f32]) -> (Vec<bf16>, Vec<bf16>) {
     (memory.q.to_vec(), memory.pages.to_vec())
 }
 
-/// Compares where both have written, and checks that they wrote the same places.
+/// Compares two outputs where they were written, and checks that both were written in the same places.
 fn same_but_for_rounding(found: &[bf16], expected: &[bf16]) {
     for (f, e) in found.iter().zip(expected) {
         let unwritten = |v: &bf16| v.to_bits() == u16::MAX;
@@ -266,12 +266,13 @@ fn same_but_for_rounding(found: &[bf16], expected: &[bf16]) {
     assert!(relative_error(written(found), &written(expected)) < 1.0 / 128.0);
 }
 
-/// Blocks of the kernels with 192 weight rows a tile, which take one each.
+/// Number of blocks for the kernels with 192 weight rows a tile, whose blocks take one tile each.
 fn blocks_of_192(case: &Case) -> u32 {
     (case.m.div_ceil(TILE_ROWS as usize) * case.n.div_ceil(384) * 2) as u32
 }
 
-/// Each wait of the kernel, left out: what is used before it is there, and what is overwritten while it is used.
+/// Leaves out each wait of the kernel in turn. What is then used before it is there, or overwritten while it is used,
+/// must be found.
 #[test]
 fn a_missing_wait_is_found() {
     let case = Case::new(140, 128, 640);
@@ -286,8 +287,9 @@ fn a_missing_wait_is_found() {
     };
     let phases = emulator::leave_out_each((0..99).map(MissingWait::Phase), run);
     assert!((12..99).contains(&phases.found) && phases.unfound.is_empty(), "{phases:?}");
-    // Nobody fills the last stages again: it does no harm that they are released too early. Of the ten slices the wait
-    // for MMAs is every other one, and the last is for the sums.
+    // Nobody fills the last six stages again, so it does no harm to release them too early: waits 14, 16 and 18 only
+    // release a stage. The waits between them end split-K partials, and are needed for the sums. Wait 20 is for the
+    // MMAs after the last tile, whose sums nobody uses.
     let mmas = emulator::leave_out_each((0..99).map(MissingWait::Mmas), run);
     assert_eq!(mmas.unfound, [14, 16, 18, 20].map(MissingWait::Mmas));
     assert_eq!(mmas.found, 17);
@@ -295,7 +297,7 @@ fn a_missing_wait_is_found() {
 
 #[test]
 fn heads_are_what_the_separate_kernel_makes() {
-    // Rows from a multiple of eight on, from elsewhere, and with a gap.
+    // Positions that begin at a multiple of eight, that begin elsewhere, and that have a gap.
     let gap = |i: u32| if i < 70 { i } else { i + 13 };
     for (m, start, heads) in [(150, 0, (2, 1)), (70, 93, (1, 1)), (130, 8, (3, 2))] {
         let mut case = Case::new(m, (heads.0 + 2 * heads.1) * 128, 64);
@@ -315,7 +317,8 @@ fn heads_are_what_the_separate_kernel_makes() {
     }
 }
 
-/// What is added to GEMMs before heads are made of them: without norms these are the bits of the separate kernel.
+/// A bias is added to sums before heads are made of them. Without norms the results are bit for bit those of the
+/// separate kernel.
 #[test]
 fn heads_with_biases_and_without_norms() {
     let bits = |v: &[bf16]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
@@ -385,7 +388,7 @@ fn adds_and_prepares_the_norm() {
     }
 }
 
-/// What few rows make: with the norm whose squares are `n_tiles`, or without.
+/// The results of the kernels for few rows: with the norm whose squares are `n_tiles`, or without a norm.
 fn by_linear<K: Kernel<Params = Linear>>(case: &Case, n_tiles: Option<&[f32]>) -> Results {
     let Case { m, n, k, .. } = *case;
     let rows = RowBuffers::sequence(0, m as u32);
@@ -526,7 +529,8 @@ fn clusters_4x2_beside_2x1_add() {
     }
 }
 
-/// A word of two launches, what is written before it, and where what they read of that goes.
+/// The word between two launches, data that is written before the word, and where the second launch's blocks store the
+/// data that they read.
 #[repr(C)]
 #[derive(Clone, Copy, cuda_std::Layout)]
 pub struct InOrder {
@@ -535,7 +539,8 @@ pub struct InOrder {
     out: GlobalMut<u32>,
 }
 
-/// Blocks as of two launches: block 0 of the first, the others of the second, which read what block 0 knows of.
+/// Plays both launches: block 0 is the first, and the other blocks are the second, which reads what block 0 has
+/// written.
 #[kernel(threads = 32)]
 pub unsafe fn second_after_first(p: InOrder) {
     let beside = Beside { second: thread::block_idx_x().min(1), ..p.beside };
@@ -559,7 +564,7 @@ pub unsafe fn second_after_first(p: InOrder) {
 #[test]
 fn the_second_launch_waits_for_the_word_of_the_first() {
     for seed in 0..20 {
-        // What the GEMM before left there is no word for this one.
+        // The number that the GEMM before left in the word must not let this one's second launch go on.
         let (word, data) = (Buffer::from_slice(&[6u32]), Buffer::from_slice(&[0u32]));
         let out = Buffer::from_slice(&[0u32; 3 * 32]);
         let beside = Beside { word: word.ptr_mut(), number: 7, second: 0 };
@@ -569,12 +574,12 @@ fn the_second_launch_waits_for_the_word_of_the_first() {
     }
 }
 
-/// Numbers of e4m3, and their codes: a pair in the place of a bf16.
+/// Codes of e4m3, two in the place of a bf16.
 struct Codes(Vec<bf16>);
 
 impl Codes {
     fn new(pairs: usize, seed: u64) -> Self {
-        // Small ones, and none that is not a number.
+        // Codes of small numbers, and no NaN.
         let mut random = Random::new(seed);
         let code = |x: f32| (x.abs() * 71.0) as u16 & 0x47 | if x < 0.0 { 0x80 } else { 0 };
         let codes: Vec<u16> = random.floats(2 * pairs).into_iter().map(code).collect();
@@ -586,7 +591,7 @@ impl Codes {
     }
 }
 
-/// GEMMs of codes, with a scale for every 128 inputs of a row and of 128 weight rows.
+/// GEMMs of codes. There is one scale for every 128 inputs of a row, and one for every 128 inputs of 128 weight rows.
 struct CodedCase {
     case: Case,
     x: Codes,
@@ -606,7 +611,7 @@ impl CodedCase {
         let mut random = Random::new(7);
         let mut x_scales = random.floats(groups * rows);
         let mut w_scales = random.floats(2 * n / 128 * groups * 4);
-        // There may be one group less.
+        // Kernels take an even number of groups: the scales of a group beyond the inputs are zero.
         x_scales[pairs / 64 * rows..].fill(0.0);
         let is_beyond = |i: &usize| i / 4 % groups >= pairs / 64;
         (0..w_scales.len()).filter(is_beyond).for_each(|i| w_scales[i] = 0.0);
@@ -614,12 +619,12 @@ impl CodedCase {
         Self { case, x, w, up, x_scales, w_scales, groups }
     }
 
-    /// Runs `K` on so many blocks.
+    /// Runs `K` on `blocks` blocks.
     fn run<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32) -> Results {
         self.run_to::<K>(gated, blocks, CodedRows::default())
     }
 
-    /// That, with the next norm's input as codes.
+    /// As [`run`](Self::run), with the next norm's input as codes.
     fn run_to<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32, codes: CodedRows) -> Results {
         let (x_scales, w_scales) = (Buffer::from_slice(&self.x_scales), Buffer::from_slice(&self.w_scales));
         let (x_rows, groups) = (self.case.m.next_multiple_of(TILE_ROWS as usize) as u32, self.groups as u32);
@@ -631,7 +636,7 @@ impl CodedCase {
         })
     }
 
-    /// Compares codes that `K` leaves with those that a launch of their own makes of what it leaves in bf16.
+    /// Checks that `K` leaves the same codes as a separate launch makes of `in_bf16`, which is its output in bf16.
     fn compare_codes<K: Kernel<Params = GemmE4m3>>(&self, gated: bool, blocks: u32, in_bf16: &[bf16]) {
         let m = self.case.m;
         let (n, rows) = (in_bf16.len() / m, m.next_multiple_of(TILE_ROWS as usize));
@@ -647,8 +652,8 @@ impl CodedCase {
         }
     }
 
-    /// The sums with one of the matrices, with `which` of two scales; a gated matrix has gates and ups of 64 features
-    /// in 128 rows. Each row is multiplied by its factor.
+    /// The sums with the matrix `w`, each row multiplied by its factor. `together` features share an entry of scales,
+    /// of which `which` is taken: a gated matrix has the gates and the ups of 64 features in 128 rows.
     fn sums(&self, w: &Codes, which: usize, together: usize) -> Vec<f32> {
         let Case { m, n, k: pairs, .. } = self.case;
         let (x, w) = (self.x.values(), w.values());
@@ -670,7 +675,7 @@ impl CodedCase {
 
 #[test]
 fn codes_and_their_scales() {
-    // Of the last, a group less than kernels take.
+    // The last case has one group less than kernels take.
     let cases = [(5, 128, 64 * 2, 1), (150, 256, 64 * 6, 2), (140, 384, 64 * 10, 1), (130, 128, 64 * 3, 1)];
     for (m, n, pairs, blocks) in cases {
         let mut of = CodedCase::new(m, n, pairs);
@@ -692,7 +697,7 @@ fn codes_and_their_scales() {
             let squares: Vec<f32> = added.y.chunks(len as usize).map(|s| s.iter().map(|v| v * v).sum()).collect();
             assert!(relative_error(found.clone(), &squares) < 1e-6, "{m} {n} {pairs}");
         }
-        // Two blocks for a tile.
+        // With two blocks for a tile.
         assert_eq!(of.run::<gemm::gemm_write_shared_e4m3>(false, 2 * blocks).y, written.y);
         let by_two = of.run::<gemm::gemm_add_shared_e4m3>(false, 2 * blocks);
         assert_eq!((by_two.y, by_two.scaled), (added.y.clone(), added.scaled.clone()), "{m} {n} {pairs}");

@@ -1,4 +1,4 @@
-//! Linear layers against a plain triple loop, and the widths against each other.
+//! Linear layers against a plain triple loop, and kernels for different numbers of rows against each other.
 
 mod common;
 
@@ -11,10 +11,10 @@ use gpu_kernels::norm::{Norm, Residual};
 use gpu_kernels::stream::{CHUNK_FEATURES, Walk};
 use proptest::prelude::*;
 
-/// Blocks that weights are laid out for.
+/// Number of blocks that weights are laid out for.
 const BLOCKS: u32 = 1;
 
-/// `[rows, n]` in f64.
+/// The product `[rows, n]` in f64.
 fn reference(x: &[bf16], w: &[bf16], rows: usize, n: usize, k: usize) -> Vec<f32> {
     let mut y = vec![0.0; rows * n];
     for r in 0..rows {
@@ -26,7 +26,7 @@ fn reference(x: &[bf16], w: &[bf16], rows: usize, n: usize, k: usize) -> Vec<f32
     y
 }
 
-/// What a kernel wrote, as far as it did.
+/// What a kernel wrote. Each kernel writes only some of these.
 struct Outputs {
     y: Vec<f32>,
     activation: Buffer<bf16>,
@@ -50,12 +50,12 @@ impl Case {
         Self { rows, n, k, x, w, up }
     }
 
-    /// Runs `K` for rows from `first_row` on, with `y` (or the residual) as it is before.
+    /// Runs `K` for rows from `first_row` on; `y` is what the output (or the residual) holds before.
     fn run<K: Kernel<Params = Linear>>(&self, width: u32, y: &[f32], first_row: u32) -> Outputs {
         self.run_gated::<K>(width, None, y, first_row)
     }
 
-    /// The same with an up projection.
+    /// As [`run`](Self::run), with an up projection.
     fn run_gated<K: Kernel<Params = Linear>>(
         &self,
         width: u32,
@@ -65,7 +65,7 @@ impl Case {
     ) -> Outputs {
         let rows = RowBuffers::sequence(0, self.rows as u32);
         let x = Buffer::from_slice(&self.x);
-        // Behind another matrix, for so few blocks that there are several waves.
+        // The matrix lies behind another one, and is laid out for so few blocks that it takes several waves.
         let mut walk = Walk::new(BLOCKS);
         walk.wave(3, 640);
         let (_stream, weights) = laid_out(&self.w, up, self.k as u32, walk);
@@ -122,7 +122,8 @@ proptest! {
         let mut want = reference(&case.x, &case.w, rows, 32, 256);
         want.iter_mut().zip(&before).for_each(|(w, b)| *w += b);
         prop_assert!(relative_error(got.y.clone(), &want) < 1e-5);
-        // What the next norm reads: the very bits of the residual, times its weight; and the squares of each N-tile.
+        // What the next norm reads: exactly the bits of the residual, times the norm's weight; and the squares of each
+        // N-tile.
         let weights = case.next_norm().into_iter().cycle();
         let scaled: Vec<bf16> = got.y.iter().zip(weights).map(|(x, w)| bf16::from_f32(x * w.to_f32())).collect();
         prop_assert_eq!(got.scaled.to_vec(), scaled);
@@ -137,7 +138,7 @@ proptest! {
         let gate = reference(&case.x, &case.w, rows, n, 128);
         let up = reference(&case.x, &case.up, rows, n, 128);
         let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-        // One rounding to bf16.
+        // The result is rounded to bf16 once.
         prop_assert!(relative_error(widen(&got.to_vec()), &want) < 1.0 / 256.0);
     }
 

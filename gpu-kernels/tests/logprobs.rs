@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 /// Logits of a row, with equal ones among them.
 fn row(vocab: usize, random: &mut Random) -> Vec<f32> {
-    // No zero below zero: sorting would tell it from the other.
+    // Adding 0.0 makes -0.0 zero: sorting would tell the two apart.
     random.floats(vocab).iter().map(|l| (l * 40.0).round() / 4.0 + 0.0).collect()
 }
 
@@ -19,9 +19,9 @@ proptest! {
 
     #[test]
     fn notes_say_what_sorting_does(
-        // Fewer than are asked for, too.
+        // Also fewer tokens than are asked for.
         vocab in prop_oneof![1..30usize, 1..3000usize],
-        // Logits that come again are more than there is room for among a few.
+        // With a short period so many logits are equal that there is no room for all of them among the candidates.
         period in prop_oneof![Just(3000usize), 2..20usize],
         rows in 1..4usize,
         wanted in prop::collection::vec((0..4usize, 0..MOST + 1, 0..6usize), 1..5),
@@ -36,7 +36,7 @@ proptest! {
         let entries: Vec<[u32; Wanted::WORDS]> =
             wanted.iter().map(|&(row, top, choice)| [row % rows, top, choice].map(|word| word as u32)).collect();
         let (list, tokens) = (Buffer::from_slice(&entries.concat()), Buffer::from_slice(&sampled));
-        // Whole rows are fewer CTAs' than there are rows.
+        // If rows are not split, there are fewer CTAs than rows.
         let teams = Teams::new(if splits == 1 { entries.len().min(2) as u32 } else { entries.len() as u32 }, splits);
         let notes = Buffer::from_slice(&vec![u32::MAX; entries.len() * Note::WORDS]);
         let params = NoteLogits {
@@ -67,7 +67,7 @@ proptest! {
                 let expected = match order.get(n) {
                     _ if n >= top as usize => [u32::MAX; 2],
                     Some(&token) => [token, row[token as usize].to_bits()],
-                    // There are no more tokens; what is said of them is not read.
+                    // There are no more tokens, so nobody reads this part of the note.
                     None => continue,
                 };
                 prop_assert_eq!(pair, expected);

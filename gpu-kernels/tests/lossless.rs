@@ -1,4 +1,4 @@
-//! Weights packed without loss: the very bits come back, whatever they are, by a plain reading of the layout.
+//! Weights packed without loss: a plain reading of the layout gives the same bits back, whatever they are.
 
 mod common;
 
@@ -35,7 +35,8 @@ struct Launched {
 
 const GRID: [u32; 3] = [K_PARTIALS, CHUNKS as u32, 1];
 
-/// Launches what packs a stream with lists of so many bytes, and room for so many escapes beyond them.
+/// Launches the kernels that pack a stream, with lists of `list_bytes` bytes and room for `more_room` escapes beyond
+/// them.
 fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launched {
     let elements: Vec<bf16> = stream.iter().map(|&bits| bf16::from_bits(bits)).collect();
     let memory = Buffer::from_slice(&elements);
@@ -62,7 +63,8 @@ fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launc
     launched
 }
 
-/// Packs a stream with lists of so many bytes; none if some tile cannot be packed. What is unpacked again is the same.
+/// Packs a stream with lists of `list_bytes` bytes, and checks that unpacking gives the stream again. None if some tile
+/// cannot be packed.
 fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     let Launched { counts, tiles, more, notes, scales } = launch(stream, list_bytes, stream.len(), seed);
     let (counts, notes) = (counts.to_vec(), notes.to_vec());
@@ -91,13 +93,13 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     Some(packed)
 }
 
-/// Half a number that may have no leading one: what a doubled weight was.
+/// Half of a number that may be subnormal: what a weight was before it was doubled.
 fn halved(bits: u16) -> u16 {
     let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
     sign | if rest < 0x100 { rest >> 1 } else { rest - 0x80 }
 }
 
-/// The stream again, as the layout is described.
+/// Unpacks the stream as the layout's documentation says.
 fn unpack(packed: &Packed) -> Vec<u16> {
     let mut stream = vec![0; CHUNKS * CHUNK_ELEMENTS];
     let list_bytes = packed.list_bytes as usize;
@@ -154,7 +156,7 @@ fn stream(random: &mut Random, bits: impl Fn(&mut Random, usize) -> u16) -> Vec<
     (0..CHUNKS * CHUNK_ELEMENTS).map(|i| bits(random, i)).collect()
 }
 
-/// Normally distributed, nearly.
+/// A weight from a nearly normal distribution.
 fn weight(random: &mut Random, sigma: f32) -> u16 {
     let sum: f32 = (0..12).map(|_| random.uniform()).sum();
     bf16::from_f32(sum / 2.0 * sigma).to_bits()
@@ -207,10 +209,10 @@ fn what_is_too_far_apart_is_not_packed() {
     let mut apart = usual.clone();
     (apart[5], apart[70]) = (0x0180, 0x7000);
     assert!(pack(&apart, 64, 7).is_none());
-    // Three of four weights zeros.
+    // Three of four weights are zeros.
     let sparse = stream(&mut random, |random, _| if random.below(4) > 0 { 0 } else { weight(random, 0.02) });
     assert!(pack(&sparse, 64, 8).is_none());
-    // Twice the largest there are.
+    // Weights that are too large to be doubled.
     let mut large = usual;
     large.iter_mut().for_each(|bits| *bits = *bits & 0x807f | 0x7f00);
     assert!(!comes_back(&large, 64, 9).doubled);
@@ -220,7 +222,7 @@ fn what_is_too_far_apart_is_not_packed() {
 fn escapes_that_find_no_room_are_counted_and_not_written() {
     let mut random = Random::new(4);
     let weights = stream(&mut random, |random, _| weight(random, 0.02));
-    // The emulator would tell of the first one beyond.
+    // The emulator would report the first escape beyond the room.
     let Launched { notes, .. } = launch(&weights, 16, 10, 1);
     let notes = notes.to_vec();
     assert!(notes[0] > 900 && notes[1] == 0, "{notes:?}");

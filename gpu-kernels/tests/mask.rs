@@ -1,4 +1,4 @@
-//! Masks take the logits of what they rule out, and nothing else.
+//! Masks set the logits of the tokens that they rule out to minus infinity, and change nothing else.
 
 mod common;
 
@@ -12,7 +12,7 @@ fn what_a_mask_rules_out_is_minus_infinity_and_nothing_else_changes() {
         let mut random = Random::new(seed);
         let rows = 5;
         let mut logits = random.floats(rows * vocab);
-        // What is no number, or too large for one, is for the sampler to find.
+        // NaN and infinity stay: they are for the sampler to find.
         logits[vocab] = f32::NAN;
         logits[3 * vocab] = f32::INFINITY;
         let masked = [3u32, 1];

@@ -1,4 +1,4 @@
-//! Pages packed and unpacked: the very bits, whatever they are.
+//! Packing pages and unpacking them gives the same bits back, whatever they are.
 
 mod common;
 
@@ -12,15 +12,15 @@ use proptest::prelude::*;
 const HEADS: usize = 2;
 const LAYERS: usize = 2;
 const PAGES: usize = 3;
-/// Elements of the keys of a page for a head, or of its values.
+/// Elements of a page's keys for one head; its values have as many.
 const KIND: usize = kv::page_elements(1) / 2;
 
-/// A layer's blocks: keys and values of each page and head.
+/// The blocks of all layers: keys and values of each page and head. `kind` makes the bits of each element.
 fn blocks(random: &mut Random, kind: impl Fn(&mut Random, usize) -> u16) -> Vec<bf16> {
     (0..LAYERS * PAGES * HEADS * 2 * KIND).map(|i| bf16::from_bits(kind(random, i))).collect()
 }
 
-/// Packs pages 0 and 2 and brings them back; says which blocks of these were packed.
+/// Packs pages 0 and 2, and unpacks them again. Says for each of their blocks whether it was packed.
 fn check(elements: &[bf16], seed: u64) -> Vec<bool> {
     let memory = Buffer::from_slice(elements);
     let forms = Buffer::<u32>::new_poisoned(LAYERS * PAGES * HEADS);
@@ -43,7 +43,7 @@ fn check(elements: &[bf16], seed: u64) -> Vec<bool> {
             }
             let is_packed = Form(forms[layer * PAGES * HEADS + block]).is_packed();
             assert!(is_packed || same(0..2 * KIND), "what could not be packed stays");
-            // What is not copied is not written either.
+            // The packed form leaves the rest of a block as it was.
             let rest = PACKED_BYTES as usize / 2..KIND;
             assert!(same(rest.clone()) && same(KIND + rest.start..KIND + rest.end));
             were_packed.push(is_packed);
@@ -57,7 +57,7 @@ fn check(elements: &[bf16], seed: u64) -> Vec<bool> {
 #[test]
 fn elements_of_a_model_are_packed() {
     let mut random = Random::new(3);
-    // Sums of many, and of very different scales from block to block.
+    // Sums of several numbers, with very different scales from block to block.
     let elements = blocks(&mut random, |random, i| {
         let sum: f32 = (0..6).map(|_| random.uniform()).sum();
         bf16::from_f32(sum * 2f32.powi((i / KIND % 7) as i32 * 15 - 60)).to_bits()
@@ -68,20 +68,21 @@ fn elements_of_a_model_are_packed() {
 #[test]
 fn zeros_and_what_is_no_number_come_back_too() {
     let mut random = Random::new(4);
-    // Nothing but zeros of both signs and the smallest there are; infinities and what is no number.
+    // First nothing but zeros of both signs and the smallest subnormals; then the largest numbers, infinities and NaN.
     let small = blocks(&mut random, |random, _| (random.below(2) << 15 | random.below(64)) as u16);
     let large = blocks(&mut random, |random, _| (random.below(2) << 15 | 0x7f00 | random.below(256)) as u16);
     assert!(check(&small, 2).into_iter().all(|packed| packed));
     assert!(check(&large, 3).into_iter().all(|packed| packed));
 }
 
-/// One element more than 15 steps of the exponent's upper bits below the largest, in keys or values, of one block.
+/// In one block, one element of the keys or of the values lies more than 15 steps of the exponent's upper bits below
+/// the largest.
 #[test]
 fn what_spans_too_much_stays() {
     let mut random = Random::new(5);
     for (span, fits) in [(31, true), (32, false)] {
         for kind in 0..2 {
-            // The largest has an odd exponent, so that its upper bits reach 31 down.
+            // With an odd exponent, 31 below is still only 15 steps of the upper bits below.
             let (largest, smallest) = (0x80u16 * 201, 0x80u16 * (201 - span));
             let mut elements = blocks(&mut random, |_, _| largest);
             let at = (2 * HEADS + 1) * 2 * KIND + kind * KIND + random.below(KIND);

@@ -1,4 +1,5 @@
-//! Codes of quantised weights: they mean what the definition says, to the bit, and are found again from what they made.
+//! Codes of quantised weights: they mean what the definition says, to the bit, and are found again from the weights
+//! that they made.
 
 mod common;
 
@@ -13,23 +14,23 @@ use gpu_kernels::weights::quantized::{
     quantize_fp8, quantize_int4, quantize_int4_f16,
 };
 
-/// The weight that a code means.
+/// The bits of the weight that a code means.
 fn meaning(bits: u32, code: u32, scale: f32, zero: u8) -> u16 {
     let value = if bits == 4 { code as f32 - f32::from(zero) } else { e4m3(code as u8) };
     bf16::from_f32(value * scale).to_bits()
 }
 
-/// Scales as checkpoints have them: of bf16, or of f16, which has three bits more.
+/// A scale as checkpoints have it: in bf16, or in f16, which has three bits more.
 fn scale(random: &mut Random, half: bool) -> f32 {
     let scale = (random.uniform().abs() + 0.01) * 2f32.powi(-(random.below(9) as i32));
     if half { half::f16::from_f32(scale).to_f32() } else { bf16::from_f32(scale).to_f32() }
 }
 
-/// A zero, and a scale for it.
+/// A scale for the zero point `zero`, and that zero point.
 fn scale_and_zero<C: Code>(random: &mut Random, half: bool, zero: u8) -> (f32, u8) {
     let zero = if C::BITS == 4 { zero } else { 0 };
     let scale = scale(random, C::PARTS == 2 && half);
-    // Four bits are left beside those of any zero.
+    // With four significant bits, a scale times any zero point is a bf16.
     let is_bf16 = bf16::from_f32(scale * f32::from(zero)).to_f32() == scale * f32::from(zero);
     let few = f32::from_bits(scale.to_bits() >> 20 << 20);
     (if C::PARTS == 2 || is_bf16 { scale } else { few }, zero)
@@ -62,7 +63,7 @@ fn every_code_is_exact<C: Code>() {
             assert_eq!([upper[1] as u16, (upper[3] >> 16) as u16], [expected; 2], "code {code} × {value}, zero {zero}");
             let of_other = meaning(C::BITS, code, 0.5, 3 * u8::from(C::BITS == 4));
             assert_eq!([(fragment[1] >> 16) as u16, fragment[3] as u16], [of_other; 2], "code {code}");
-            // And back, but for codes with the same meaning.
+            // The weight is encoded again: as the same code, or as one with the same meaning.
             let weight = bf16::from_bits(expected).to_f32();
             let found = C::encode(weight, stored);
             assert_eq!(meaning(C::BITS, found, value, zero), expected, "code {code} × {value}, zero {zero}: {found}");
@@ -89,7 +90,7 @@ fn scales_of_many_bits_are_refused() {
     assert_eq!(Scale::new::<Int4<2>>(1.0, 17), None);
     assert_eq!(Scale::new::<Int4<1>>(1.0 + 2f32.powi(-10), 16), None);
     assert!(Scale::new::<Int4<2>>(1.0 + 2f32.powi(-10), 16).is_some());
-    // Of one part the product with the zero has to be a bf16, and the scale within bounds.
+    // For a scale of one part, the product with the zero point has to be a bf16, and the scale within bounds.
     assert!(Scale::new::<Int4<1>>(1.0 + 2f32.powi(-7), 8).is_some());
     assert_eq!(Scale::new::<Int4<1>>(1.0 + 2f32.powi(-7), 7), None);
     assert!(Scale::new::<Int4<2>>(1.0 + 2f32.powi(-7), 7).is_some());
@@ -98,7 +99,7 @@ fn scales_of_many_bits_are_refused() {
 }
 
 const BLOCKS: u32 = 3;
-/// More N-tiles than a wave of three blocks has; and of inputs three chunks, of which the last is not whole.
+/// More N-tiles than a wave of three blocks has. The inputs are three chunks, of which the last is partial.
 const ROWS: usize = 27 * 16 - 5;
 const INPUTS: usize = 2 * 512 + 256;
 
@@ -117,7 +118,7 @@ fn code_at<C: Code>(codes: &[u8], waves: &[(u32, Wave)], row: usize, k: usize) -
     let words_of_fragment = C::BITS as usize / 4;
     let word = fragment * words_of_fragment + if C::BITS == 8 { register / 2 } else { 0 };
     let group = ((chunk * 8 + place % 8) * 4 + slice / 2) * C::GROUP_BYTES as usize;
-    // Between the slices are the scales.
+    // The scales lie between the slices.
     let second = slice % 2 * (C::SLICE_BYTES as usize + 64);
     let at = group + second + word / 4 * 512 + lane * 16 + word % 4 * 4;
     let word = u32::from_le_bytes(codes[at..][..4].try_into().unwrap());
@@ -128,20 +129,21 @@ fn code_at<C: Code>(codes: &[u8], waves: &[(u32, Wave)], row: usize, k: usize) -
     }
 }
 
-/// That two streams have the same weights.
+/// Checks that two streams have the same weights.
 fn same_weights(waves: &[(u32, Wave)], stream: &[bf16], back: &[bf16]) {
-    // Of the room behind the last N-tile nothing is laid out.
+    // Nothing is laid out in the room behind the last N-tile.
     let slices = |wave: Wave| (0..wave.n_tiles).flat_map(move |n| (0..8 * wave.depth).map(move |s| wave.slice(n, s)));
     let starts = waves.iter().flat_map(|&(_, wave)| slices(wave));
     let written: Vec<usize> = starts.flat_map(|at| (at as usize / 2..).take(1024)).collect();
-    // What no weight is in has no defined sign of its zeros.
+    // Where there is no weight, zeros have no defined sign.
     let is_same = |(a, b): (&bf16, &bf16)| a.to_bits() == b.to_bits() || a.to_f32() == 0.0 && b.to_f32() == 0.0;
     assert_eq!(written.iter().position(|&i| !is_same((&stream[i], &back[i]))), None);
 }
 
-/// A matrix with other scales for every row and group, laid out; with the codes that are found for it, by a plain
-/// reading of the layout; and how many warps found a weight that is none of the scales'. If none did, the codes make
-/// the layout of the weights again.
+/// Makes a matrix of random codes with different scales for every row and group, lays out its weights, and quantises
+/// them. Returns the codes, the codes that a plain reading of the layout finds, and how many warps found a weight that
+/// no code makes with its scale. `spoil` changes one weight; otherwise the codes must make the layout of the weights
+/// again.
 fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
     let mut random = Random::new(7);
     let groups = INPUTS / GROUP as usize;

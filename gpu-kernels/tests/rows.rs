@@ -28,7 +28,7 @@ fn rms_norm(x: &[f32], weight: &[bf16], eps: f32) -> Vec<f64> {
     x.iter().zip(weight).map(|(&v, w)| v as f64 / rms * w.to_f64()).collect()
 }
 
-/// Rows gathered from a table, and what is written beside them for a norm to come.
+/// Rows gathered from a table, and what is written beside them for the next norm.
 struct Embedded {
     rows: RowBuffers,
     tokens: Vec<u32>,
@@ -88,7 +88,8 @@ proptest! {
         prop_assert_eq!(embedded.x.to_vec(), embedded.want());
     }
 
-    /// The residual is normalised by halves: what is written beside it, and the factor at the end of the product.
+    /// The norm comes in two halves: its weight is applied to what is written beside the residual, its factor at the
+    /// end of the product.
     #[test]
     fn a_product_of_the_norm(rows in 1usize..6, dim in prop::sample::select(vec![128usize, 384, 1024, 5120]), seed: u64) {
         let embedded = Embedded::new(rows, dim, seed);
@@ -110,7 +111,8 @@ proptest! {
             first_row: 0,
         };
         run::<linear::linear_8>([weights.n_tiles, 1, 1], Linear::shared_bytes(8), seed, params);
-        // Rounded where the kernels round: what is left is the error of sums in f32, which has a bound for all seeds.
+        // The reference rounds where the kernels round. What is left is the error of sums in f32, which has a bound for
+        // all seeds.
         let want: Vec<f32> = embedded
             .want()
             .chunks(dim)
@@ -184,7 +186,7 @@ proptest! {
                 } else {
                     let (kind, kv_head) = ((h - q_heads) / kv_heads, (h - q_heads) % kv_heads);
                     let row = &pages[p * page + ((kv_head * 2 + kind) * 64 + t) * D..][..D];
-                    // Chunks of eight, swizzled.
+                    // Chunks of eight elements lie in a swizzle.
                     widen(&(0..D).map(|d| row[((d / 8) ^ (t % 8)) * 8 + d % 8]).collect::<Vec<_>>())
                 };
                 let want: Vec<f32> = if h < q_heads + kv_heads {

@@ -10,7 +10,7 @@ use gpu_kernels::sample::{
 use gpu_kernels::step::NO_TOKEN;
 use proptest::prelude::*;
 
-/// The token that the module's documentation promises, by sorting.
+/// The token that the module's documentation promises, found by sorting.
 fn reference(logits: &[f32], uses: &[u32], s: Settings, number: u64) -> u32 {
     let mut l: Vec<f32> = logits.to_vec();
     for (l, uses) in l.iter_mut().zip(uses) {
@@ -61,7 +61,7 @@ fn reference(logits: &[f32], uses: &[u32], s: Settings, number: u64) -> u32 {
         .unwrap_or(0) as u32
 }
 
-/// Rows of logits, `[rows, vocab]`, whose tokens are `tokens`, and into how many slices they are cut.
+/// Rows of logits `[rows, vocab]`, the rows' tokens, and into how many slices each row is cut.
 struct LogitRows<'a> {
     logits: &'a [f32],
     vocab: usize,
@@ -70,7 +70,7 @@ struct LogitRows<'a> {
     splits: u32,
 }
 
-/// Runs the kernel over rows from `first_row` on, twice: it leaves its scratch memory as it found it.
+/// Runs the kernel over rows from `first_row` on, twice, as it must leave its scratch memory as it found it.
 fn choose(given: &LogitRows, s: Settings, seed: u64, first_row: u32) -> Vec<u32> {
     let &LogitRows { logits, vocab, uses, tokens, splits } = given;
     let count = tokens.len() as u32;
@@ -78,7 +78,7 @@ fn choose(given: &LogitRows, s: Settings, seed: u64, first_row: u32) -> Vec<u32>
     let logits = Buffer::from_slice(logits);
     let uses = Buffer::from_slice(uses);
     let sampled = Buffer::from_slice(&vec![7777; tokens.len()]);
-    // Whole rows are two CTAs' at most.
+    // If rows are not cut, there are two CTAs at most.
     let teams = Teams::new(if splits == 1 { (count - first_row).min(2) } else { count - first_row }, splits);
     let params = Sample {
         rows: rows.rows(),
@@ -97,8 +97,8 @@ fn choose(given: &LogitRows, s: Settings, seed: u64, first_row: u32) -> Vec<u32>
     first
 }
 
-/// The same by the kernel for many sequences: the rows from last to first, flags in the second slot of two, with fewer
-/// CTAs than rows if rows are whole.
+/// As [`choose`], by the kernel for many sequences. Rows go from last to first, and `uses` is the second of two slots.
+/// If rows are not cut, there are fewer CTAs than rows.
 fn choose_each(given: &LogitRows, s: Settings, seed: u64) -> Vec<u32> {
     let &LogitRows { logits, vocab, uses, tokens, splits } = given;
     let rows = RowBuffers::new(&tokens.iter().enumerate().map(|(r, &t)| (t, 7 * r as u32, 0)).collect::<Vec<_>>());
@@ -186,7 +186,8 @@ fn one(logits: &[f32], s: Settings, seed: u64, splits: u32) -> u32 {
     choose(&LogitRows { logits, vocab: logits.len(), uses: &uses, tokens: &[0], splits }, s, seed, 0)[0]
 }
 
-/// What top-k keeps is more than candidates have room for, or falls on many equal logits, or reaches below all mass.
+/// Top-k keeps more tokens than candidates have room for, or cuts among many equal logits, or reaches tokens without
+/// mass.
 #[test]
 fn many_are_kept_by_any_setting() {
     let mut r = Random::new(1);
@@ -234,7 +235,7 @@ fn there_is_no_token_without_finite_logits() {
         }
     }
     assert_eq!(one(&[f32::NEG_INFINITY; 40], Settings::GREEDY, 0, 1), NO_TOKEN);
-    // One that is impossible is no fault.
+    // A single token that is impossible is no fault.
     assert_eq!(one(&[1.0, f32::NEG_INFINITY], Settings { temperature: 1.0, ..Settings::GREEDY }, 0, 1), 0);
 }
 

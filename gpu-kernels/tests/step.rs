@@ -13,7 +13,7 @@ use gpu_kernels::step::{
     Rows, STATE_WORDS, SequenceState,
 };
 
-/// The match by one block, in a launch of its own.
+/// The n-gram match by one block, in a launch of its own.
 #[kernel(threads = together::THREADS)]
 pub unsafe fn match_together(p: NgramMatchMixed<i32>) {
     // SAFETY: the parameter block's word.
@@ -74,7 +74,7 @@ impl Device {
         SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() }
     }
 
-    /// The planned rows, (token, position).
+    /// The planned rows, as (token, position).
     fn planned(&self) -> Vec<(u32, u32)> {
         let count = self.count.to_vec()[0] as usize;
         self.tokens.to_vec().into_iter().zip(self.positions.to_vec()).take(count).collect()
@@ -108,7 +108,7 @@ impl Device {
         self.accept_by(sampled, max_length, first_row, |params| run::<step::accept>([1, 1, 1], 0, 0, params))
     }
 
-    /// Likewise, by a launch with this as a part of its parameters.
+    /// As [`accept`](Self::accept), by a launch that has [`Accept`] as a part of its parameters.
     fn accept_by(
         &self,
         sampled: &[u32],
@@ -193,7 +193,7 @@ fn an_end_token_and_the_length_finish_it() {
     let mut d = Device::new(&[5, 6]);
     d.plan_decode(&[9, 20]);
     assert_eq!(d.accept(&[9, 20, 21], 64, 0), (vec![9], 2, true));
-    // Steps that were enqueued ahead run no rows and say so.
+    // Steps that were enqueued ahead run no rows, and report so.
     d.plan_decode(&[20]);
     assert_eq!(d.planned(), []);
     assert_eq!(d.accept(&[1, 1], 64, 0), (vec![], 0, true));
@@ -229,9 +229,9 @@ fn nothing_drafts() {
     assert_eq!(d.planned(), [(6, 1)]);
 }
 
-/// Acceptance, the match and the plan in one launch, as in three: over texts of less than a tile of the search and of
-/// several a warp, whose matches are near, far, in the tokens just accepted, or nowhere; with as much of the text known
-/// beforehand as there is, less, or nothing; and at its end.
+/// Acceptance, the match and the plan in one launch do the same as in three. A warp has less than one tile of the text
+/// to search, or several. Matches are near, far, in the tokens just accepted, or nowhere. All of the text is known
+/// beforehand, or less, or nothing. One case is at the end of the sequence.
 #[test]
 fn one_launch_does_what_three_do() {
     for (case, (length, period, settled, sampled)) in [
@@ -241,7 +241,7 @@ fn one_launch_does_what_three_do() {
         (9_000, 100_000, 8_192, [3, 4, 5]),
         (9_000, 40, 0, [7, 7, 9]),
         (34_000, 33_990, 34_000, [20, 30, 31]),
-        // The one match is in a warp's second tile, in its fourth, and in one that was not asked for beforehand.
+        // The only match is in a warp's second tile, in its fourth, and in one that was not requested beforehand.
         (9_000, 100_000, 9_000, [8_510, 0, 0]),
         (34_000, 100_000, 34_000, [30_010, 0, 0]),
         (34_000, 100_000, 34_000, [33_010, 0, 0]),
@@ -320,13 +320,13 @@ fn one_launch_does_what_three_do() {
     }
 }
 
-/// What a row adds to a step on a card, about.
+/// About what a row adds to a step on a card.
 const CHEAP: Cost = Cost { any: 0, each: ONE / 64 };
 
 #[test]
 fn drafts_fall_away_in_hopeless_text_and_come_back() {
     let mut d = Device::new(&[5, 6]);
-    // Proposals that are never right: within a few dozen steps they have no rows, and stay so.
+    // Proposals that are never right: within a few dozen steps they get no rows, and it stays so.
     let ran: Vec<u32> = (0..48)
         .map(|_| {
             d.plan_worthwhile(&[20, 21, 22, 23, 24, 25, 26], CHEAP);
@@ -337,7 +337,7 @@ fn drafts_fall_away_in_hopeless_text_and_come_back() {
         .collect();
     assert!(ran[0] >= 3 && ran.is_sorted_by(|a, b| a >= b), "{ran:?}");
     assert!(ran.iter().sum::<u32>() < 60 && ran[40..].iter().all(|&n| n == 0), "{ran:?}");
-    // One that would have been right, had it had a row, brings them back.
+    // A proposal that would have been right, had it had a row, brings them back.
     d.plan_worthwhile(&[20, 21, 22], CHEAP);
     assert_eq!(d.accept(&[20], 128, 0), (vec![20], 0, false));
     let mut came = Vec::new();
@@ -367,7 +367,7 @@ fn as_many_drafts_as_make_the_most_tokens_in_a_time() {
             }
         }
     }
-    // All where they cost nothing, however bad; none where a row costs as much as its token.
+    // All drafts where rows cost nothing, however bad they are; none where a row costs as much as its token.
     assert_eq!(drafting::worthwhile(0, Cost::default(), 0, 15), 15);
     assert_eq!(drafting::worthwhile(ONE * 9 / 10, Cost { any: 0, each: ONE }, 0, 15), 0);
 }

@@ -1,4 +1,4 @@
-//! Which nodes of a drafter's tree are planned, beside a plan that walks a list; and what is accepted of one.
+//! Which nodes of a drafter's tree are planned, against a plan that sorts a list; and what is accepted of a tree.
 
 mod common;
 
@@ -17,11 +17,11 @@ const MOST: usize = MAX_DECODE_ROWS as usize;
 const VOCAB: u32 = 40;
 const BRANCHES: usize = MOST_BRANCHES as usize;
 
-/// A proposal: after each pass the likeliest tokens with their probabilities, and what follows the last.
+/// A proposal: the likeliest tokens after each pass with their probabilities, and the tokens that follow the last pass.
 struct Drafted {
     passes: Vec<[(u32, f32); BRANCHES]>,
     rest: Vec<u32>,
-    /// What drafts by the model were worth, what it said, and what matches were worth.
+    /// The acceptance of the model's drafts, how sure the model was of them, and the acceptance of matches.
     words: [u32; 3],
 }
 
@@ -48,7 +48,7 @@ impl Drafted {
         self.passes.iter().map(|pass| pass[0].0).chain(self.rest.iter().copied()).collect()
     }
 
-    /// Every node: token, probability of its path, where in the list its parent is.
+    /// Every node: its token, the probability of its path, and the index of its parent in the list.
     fn nodes(&self, branches: usize) -> Vec<(u32, f64, Option<usize>)> {
         let [was, said, by_match] = self.words.map(f64::from);
         let (mut nodes, mut trunk, mut worth) = (Vec::new(), None, 1.0);
@@ -157,7 +157,7 @@ impl World {
         self.paths.to_vec()[..count].iter().map(|&word| Path::from_word(word)).collect()
     }
 
-    /// Accepts what comes after each row; gives what is reported.
+    /// Accepts what comes after each row; returns the tokens that are reported.
     fn accept(&self, after: &[u32], stop: u32, max_length: u32) -> Vec<u32> {
         let mut sampled = after.to_vec();
         sampled.resize(MAX_ROWS as usize, 99);
@@ -196,7 +196,7 @@ fn the_best_nodes_are_planned() {
 
         let newest = length as u32 - 1;
         let room = (most as usize).min(max_length as usize - length - 1);
-        // A tree is not cut by the end of a split.
+        // The end of a split must not cut a tree, so near it there is only a chain.
         let branching = is_tree && newest % 256 + (room as u32) < 256;
         let nodes = drafted.nodes(if branching { branches as usize } else { 1 });
         let mut order: Vec<usize> = (0..nodes.len()).collect();
@@ -204,7 +204,7 @@ fn the_best_nodes_are_planned() {
         let planned = world.planned();
         assert_eq!(planned.len(), 1 + room.min(nodes.len()), "seed {seed}");
         assert_eq!(planned[0], (7, newest));
-        // As good as the best, whichever of equal ones they are; each behind its parent.
+        // The nodes are as good as the best, whichever of equal ones they are, and each comes after its parent.
         let mut found = vec![None; planned.len()];
         let mut sum = 0.0;
         for (row, &(token, position)) in planned.iter().enumerate().skip(1) {
@@ -234,13 +234,14 @@ fn a_node_is_worth_its_row_or_is_not_run() {
         world.plan(&drafted, (15, 4), Cost { any: 0, each: ONE / 64 }, 100, true);
         world.planned().iter().map(|row| row.0).collect::<Vec<_>>()
     };
-    // As sure as it says: all but the token of one in a thousand, and what hardly comes behind another.
+    // The model is as sure as it says. All nodes run but the token of one in a thousand, and those that hardly come
+    // behind another.
     assert_eq!(run_at(ONE * 55 / 100), [7, 1, 5, 2, 6, 3, 7]);
-    // Hopeless.
+    // The model's drafts are hopeless.
     assert_eq!(run_at(ONE / 100), [7]);
 }
 
-/// Rows of a tree, and what the model says after each.
+/// After each row of a tree the model says something. The path of nodes that agree is accepted.
 #[test]
 fn the_path_that_is_right_is_accepted() {
     for seed in 0..200 {
@@ -249,7 +250,7 @@ fn the_path_that_is_right_is_accepted() {
         let world = World::new(10);
         world.plan(&drafted, (15, 4), Cost::default(), 60, true);
         let (rows, paths) = (world.planned(), world.paths());
-        // After each row one of its children, or something else.
+        // After each row the model says one of its children, or something else.
         let children = |row: usize| {
             let is_child = |&child: &usize| child > 0 && paths[child].parent() as usize == row;
             (0..rows.len()).filter(is_child).collect::<Vec<_>>()

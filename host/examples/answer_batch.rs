@@ -1,7 +1,7 @@
-//! Answers many requests at once: submitted as there is room, answered in the order in which they end.
+//! Answers many requests at once. They are submitted while there is room, and answered in the order in which they end.
 //!
-//! `cargo run --release --package host --example answer_batch -- [MODEL [DEVICE]]`: the demo model on the CPU, unless
-//! told otherwise.
+//! `cargo run --release --package host --example answer_batch -- [MODEL [DEVICE]]` runs the demo model on the CPU,
+//! unless told otherwise.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let encode = |prompt: &&str| checkpoint.tokenizer.encode(prompt);
     let prompts = PROMPTS.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
 
-    // What options leave open is as much as the device has memory for.
+    // Options that are not set come to as much as the device has memory for.
     let load = LoadOptions { context: Some(256), ..LoadOptions::on(device) };
     let options = BatchOptions { sequences: Some(4), ..BatchOptions::default() };
     let mut batch = Batch::load(checkpoint, load, options, &mut |_, _| ControlFlow::Continue(()))?;
@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         {
             batch.submit(job)?;
         }
-        // An answer that failed is of its request alone; an error of the step is of the device.
+        // An answer that failed concerns its request alone. An error of the step concerns the device.
         for done in batch.step()? {
             let answer = done.answer?;
             println!("{:2}: {:?} ({:?})", done.id, answer.text, answer.finish);

@@ -1,6 +1,6 @@
 //! Loads a model and continues a text.
 //!
-//! `cargo run --release --package host --example generate_text -- [MODEL [DEVICE [PROMPT]]]`: the demo model on the
+//! `cargo run --release --package host --example generate_text -- [MODEL [DEVICE [PROMPT]]]` runs the demo model on the
 //! CPU, unless told otherwise. Devices are those of `warpdraft --device`; `emulator` runs the GPU's kernels on the CPU,
 //! and takes a minute.
 
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let checkpoint = Checkpoint::open(Path::new(&folder))?;
     let tokens = checkpoint.tokenizer.encode(&prompt)?;
 
-    // The same on a device, with room for prompt and answer. The closure is told the bytes, and could stop the load.
+    // The model on a device, with room for prompt and answer. The closure is told the bytes, and could stop the load.
     let options = LoadOptions { context: Some(256), ..LoadOptions::on(device) };
     let mut engine = Engine::load(checkpoint, options, &mut |_, _| ControlFlow::Continue(()))?;
 

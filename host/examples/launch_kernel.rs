@@ -1,7 +1,8 @@
-//! Launches a kernel by hand: memory on a device, a parameter block, a launch, and the result compared.
+//! Launches a kernel by hand: allocates memory on a device, fills in a parameter block, launches, and checks the
+//! result.
 //!
-//! `cargo run --release --package host --example launch_kernel -- [cuda]`: under the emulator, unless told otherwise,
-//! where a race or a stray access would be an error of the launch.
+//! `cargo run --release --package host --example launch_kernel -- [cuda]` runs under the emulator, unless told
+//! otherwise. There, a race or a stray access would be an error of the launch.
 
 use cuda_std::GlobalMut;
 use gpu_kernels::token_copy::{self, PAGE_RECORD_BYTES, Pairs, Regions, TokenCopy};
@@ -14,8 +15,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Some(other) => return Err(format!("{other}: say cuda, or nothing for the emulator").into()),
     };
 
-    // Eight pages; page 5 is to go to place 0, page 2 to place 1, and so on. The last pair names a page that there is
-    // not.
+    // Eight pages, of which page 5 is to go to place 0, page 2 to place 1, and so on. The last pair names a page that
+    // does not exist, and is refused.
     let page = PAGE_RECORD_BYTES as usize;
     let pages: Vec<u8> = (0..8 * page).map(|i| (i / page * 31 + i % 251) as u8).collect();
     let (sources, places) = ([5, 2, 7, 2, 8], [0, 1, 2, 3, 0]);
@@ -25,7 +26,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (src, dst) = (device.upload(&sources)?, device.upload(&places)?);
     let refused = device.zeroed::<u32>(1)?;
 
-    // What the kernel takes: the type is shared by both sides.
+    // The kernel's parameters, in a type that host and kernel share.
     let params = TokenCopy {
         pairs: Pairs {
             src: src.ptr(),

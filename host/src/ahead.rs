@@ -1,5 +1,5 @@
-//! Devices that are opened while something else is done. To start the driver and load kernels takes as long as to read
-//! a tokenizer, and neither needs the other.
+//! Opens devices on other threads. Starting the driver and loading kernels takes as long as reading a tokenizer, and
+//! neither needs the other, so the two can overlap.
 
 use std::sync::{Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -9,24 +9,25 @@ use crate::{DeviceChoice, Error};
 
 type Opened = Result<Option<Device>, Error>;
 
-/// What is being opened, for [`DeviceChoice::open`] to fetch.
+/// Devices that are being opened. [`DeviceChoice::open`] fetches them from here.
 static BEGUN: Mutex<Vec<Begun>> = Mutex::new(Vec::new());
 
-/// Which device, how, and the thread that opens it.
+/// The device, its options, and the thread that opens it.
 type Begun = (DeviceChoice, DeviceOptions, JoinHandle<Opened>);
 
 fn begun() -> MutexGuard<'static, Vec<Begun>> {
     BEGUN.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// A device that is being opened. Dropped, it waits for that: a program must not end while the driver starts.
+/// A device that is being opened in the background. Dropping this waits for the thread: a program must not end while
+/// the driver starts.
 #[must_use = "what was not fetched by the time that this is dropped is closed again"]
 #[derive(Debug)]
 pub struct Opening(DeviceChoice, DeviceOptions);
 
 impl DeviceChoice {
-    /// Begins to open the device, on another thread. [`open`](Self::open) with the same options then waits for it, and
-    /// has its outcome.
+    /// Begins to open the device, on another thread. [`open`](Self::open) with the same options then waits for that
+    /// thread and returns its result.
     pub fn open_ahead(self, options: &DeviceOptions) -> Opening {
         if self != Self::Cpu {
             let opened_with = options.clone();
@@ -37,7 +38,8 @@ impl DeviceChoice {
     }
 }
 
-/// The device of this choice, if it was begun.
+/// The result of opening this device with these options, if [`DeviceChoice::open_ahead`] began it. Waits for the
+/// thread.
 pub(crate) fn fetch(choice: DeviceChoice, options: &DeviceOptions) -> Option<Opened> {
     let thread = {
         let mut begun = begun();
@@ -64,11 +66,11 @@ mod tests {
         let options = DeviceOptions::default();
         let opening = choice.open_ahead(&options);
         assert_eq!(begun().iter().filter(|(begun, ..)| *begun == choice).count(), 1);
-        // Another device than the one that was begun.
+        // Other options than those that it was begun with.
         assert!(fetch(choice, &DeviceOptions { level: Some(crate::device::Level::Sm80), ..options.clone() }).is_none());
         assert!(matches!(choice.open(&options), Err(Error::NoCuda { .. })));
         assert!(!begun().iter().any(|(begun, ..)| *begun == choice));
-        // Nothing is left to wait for.
+        // Nothing is left that dropping would wait for.
         drop(opening);
         let unused = choice.open_ahead(&options);
         drop(unused);

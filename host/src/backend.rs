@@ -1,4 +1,4 @@
-//! What runs a sequence: the interface that the decode loop sees.
+//! The interface between the engine and whatever runs a sequence.
 
 use std::ops::ControlFlow;
 
@@ -13,27 +13,28 @@ use crate::profile::Phase;
 pub struct Sequence<'a> {
     /// At least one token.
     pub prompt: &'a [u32],
-    /// Most tokens of prompt and answer together.
+    /// Most tokens in the prompt and the answer together.
     pub max_length: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Who proposes drafts, if anyone.
+    /// How drafts are made. None: the sequence runs without drafts.
     pub draft: Option<Draft>,
     /// Tokens that end the sequence.
     pub stop_tokens: &'a [u32],
-    /// What the answer has to look like, if that is said.
+    /// The form that the answer must have, if any.
     pub form: Option<&'a Form>,
 }
 
 impl Sequence<'_> {
-    /// Checks that it fits a backend with room for `capacity` tokens, of a model with `vocab` different ones: the
-    /// device is told no more than this.
+    /// Checks that the sequence fits a backend with room for `capacity` tokens and a model with a vocabulary of `vocab`
+    /// tokens. Kernels trust these numbers, so they are checked here.
     ///
     /// # Errors
-    /// [`Error::Draft`], from `Draft::check`.
+    /// [`Error::Draft`] if the draft settings are invalid.
     ///
     /// # Panics
-    /// If it does not fit: a bug of the caller.
+    /// If the prompt is empty or leaves no room for an answer, if `max_length` exceeds `capacity`, or if a prompt token
+    /// is not below `vocab`. Each is a bug of the caller.
     pub fn check(&self, capacity: usize, vocab: usize) -> Result<(), Error> {
         let Self { prompt, max_length, draft, .. } = self;
         assert!(!prompt.is_empty(), "a sequence without a prompt");
@@ -45,12 +46,12 @@ impl Sequence<'_> {
     }
 }
 
-/// Drafts of one source.
+/// How the drafts of one source fared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drafted {
-    /// Tried.
+    /// Drafts that were tried.
     pub drafted: usize,
-    /// Confirmed.
+    /// Drafts among them that the model confirmed.
     pub accepted: usize,
 }
 
@@ -62,45 +63,48 @@ impl std::ops::Add for Drafted {
     }
 }
 
-/// What one step brought.
+/// The result of one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// The next tokens: one, and one more for each draft that was right.
+    /// The next tokens: one, and one more for each right draft.
     pub tokens: Vec<u32>,
     /// Drafts that were tried.
     pub drafted: usize,
-    /// Those of them that a draft model proposed.
+    /// The share of a draft model or head in these drafts.
     pub by_model: Drafted,
-    /// Whether the sequence has met a stop token or its length.
+    /// Whether the sequence has reached a stop token or its maximal length.
     pub finished: bool,
 }
 
-/// Told how many of a prompt's tokens were read, and of how many, the cached ones left out; breaking stops there.
+/// Called with the number of prompt tokens read so far, and the number to read in all. Tokens that were cached count in
+/// neither. Breaking stops the reading.
 pub type PromptProgress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
 
 /// Runs one sequence at a time.
 ///
-/// A sequence's tokens depend on itself alone, and on its form: not on drafting, and not on how much of its prompt was
-/// still cached.
+/// The tokens of a sequence depend only on the sequence and its form. They do not depend on drafting, or on how much of
+/// the prompt was still cached.
 pub trait Backend: Send {
-    /// What it runs on, for a person.
+    /// The name of the device, for a person to read.
     fn device(&self) -> String;
 
-    /// Most tokens of a sequence.
+    /// The most tokens that a sequence may have.
     fn capacity(&self) -> usize;
 
-    /// Takes up a sequence and starts on its prompt, at least up to its last piece; `progress` is told after a piece,
-    /// and not at all of a prompt that is one piece. Tokens that it has in common with the one before are not run
-    /// again; returns how many.
+    /// Begins a sequence and reads its prompt, except perhaps the last piece, which the first [`step`](Self::step)
+    /// reads. Calls `progress` after each piece; a prompt of a single piece gives no call. Tokens that the prompt
+    /// shares with the start of the previous sequence are not run again. Returns how many those are.
     ///
     /// # Errors
-    /// A device error, or [`Error::Interrupted`] if `progress` broke: then there is nothing to step.
+    /// A device error, [`Error::StopTokens`] if a GPU cannot compare with so many, or [`Error::Interrupted`] if
+    /// `progress` broke. After an interruption there is no sequence to step.
     ///
     /// # Panics
     /// If there is no room for the sequence ([`Sequence::check`]): a bug of the caller.
     fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error>;
 
-    /// The next step; the first brings the token after the prompt. Not after a finished one.
+    /// Runs the next step. The first step gives the token after the prompt. Must not be called after a step that
+    /// finished the sequence.
     ///
     /// # Errors
     /// A device error.
@@ -109,8 +113,8 @@ pub trait Backend: Send {
     /// If no sequence was begun: a bug of the caller.
     fn step(&mut self) -> Result<Step, Error>;
 
-    /// Whether from now on the [phases](Self::take_phases) of every step are noted, where they can be; steps then take
-    /// longer, as each is waited for.
+    /// Sets whether the [phases](Self::take_phases) of each further step are recorded, on backends that can. Steps then
+    /// take longer, because each is waited for.
     ///
     /// # Errors
     /// A device error.
@@ -118,7 +122,7 @@ pub trait Backend: Send {
         Ok(())
     }
 
-    /// The phases of the last step, in order; the first is where it began. None where they are not noted.
+    /// The phases of the last step, in order. The first marks where the step began. Empty if phases are not recorded.
     ///
     /// # Errors
     /// A device error.
@@ -126,14 +130,15 @@ pub trait Backend: Send {
         Ok(Vec::new())
     }
 
-    /// The logits after each of `tokens`, `[tokens, vocab]`, as one sequence by itself.
+    /// The logits after each of `tokens`, `[tokens, vocab]`. The tokens are run as a sequence of their own.
     ///
     /// # Errors
     /// A device error.
     fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error>;
 }
 
-/// How many tokens of `prompt` are in the cache already; at least the last is always run, for its logits.
+/// How many leading tokens of `prompt` are already in the cache. Excludes the prompt's last token, which is always run
+/// for its logits.
 pub(crate) fn common_prefix(cached: &[u32], prompt: &[u32]) -> usize {
     let same = cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
     same.min(prompt.len().saturating_sub(1))

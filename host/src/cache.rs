@@ -1,5 +1,5 @@
-//! The keys and values of every layer, in pages, in one allocation: a page can be moved as a list of records of one
-//! region.
+//! The KV cache: keys and values of every layer, in pages. It is one allocation, so that a page can be moved as a list
+//! of records of one region.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::kv::{self, Cache};
@@ -9,7 +9,7 @@ use model::Config;
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// A cache: `[layers, pages, page]`, a page as `gpu_kernels::kv` has it.
+/// A KV cache of shape `[layers, pages, page]`. The layout of a page is in `gpu_kernels::kv`.
 pub struct KvCache {
     elements: Buffer<bf16>,
     layers: usize,
@@ -18,7 +18,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// `pages` pages, all zero.
+    /// A cache of `pages` pages, all zero.
     ///
     /// # Errors
     /// Too little memory.
@@ -28,7 +28,7 @@ impl KvCache {
         Ok(Self { elements, layers, pages, kv_heads: config.plan.attention.key_value_heads as u32 })
     }
 
-    /// Elements of a page in one layer.
+    /// Elements of a page in one layer: keys and values of all key-value heads.
     pub fn page_len(config: &Config) -> usize {
         kv::page_elements(config.plan.attention.key_value_heads as u32)
     }
@@ -38,22 +38,22 @@ impl KvCache {
         config.num_hidden_layers * Self::page_len(config) * size_of::<bf16>()
     }
 
-    /// Pages.
+    /// Number of pages.
     pub fn pages(&self) -> usize {
         self.pages
     }
 
-    /// Layers.
+    /// Number of layers.
     pub fn layers(&self) -> usize {
         self.layers
     }
 
-    /// Elements of a layer.
+    /// Elements of one layer, over all pages.
     pub fn layer_len(&self) -> usize {
         self.elements.len() / self.layers
     }
 
-    /// Where a layer's pages are.
+    /// The address of a layer's pages.
     ///
     /// # Panics
     /// If there is no such layer: a bug of the caller.
@@ -63,7 +63,7 @@ impl KvCache {
         unsafe { self.elements.ptr_mut().at(layer * self.layer_len()) }
     }
 
-    /// A layer for kernels, with page `tables` of `table_stride` entries each.
+    /// The kernel parameters for a layer. `tables` holds page tables of `table_stride` entries each.
     ///
     /// # Panics
     /// As [`layer`](Self::layer).
@@ -71,12 +71,12 @@ impl KvCache {
         Cache { pages: self.layer(layer), tables, table_stride, kv_heads: self.kv_heads }
     }
 
-    /// All of it.
+    /// The whole allocation.
     pub fn elements(&self) -> &Buffer<bf16> {
         &self.elements
     }
 
-    /// Fills it with `pattern`, over and over: for measuring.
+    /// Fills the cache with repetitions of `pattern`, for measurements.
     ///
     /// # Errors
     /// A driver error.

@@ -8,36 +8,36 @@ use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step, common_pr
 use crate::draft::{Draft, DraftCheckpoint, DraftTokens, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
-/// What drafts add to a step: with the demo model on two cores steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
-/// times as long as one of a row (`benches/examples/cpu_speed.rs`), as they widen the weights first.
+/// What drafts add to a step. With the demo model on two cores, steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
+/// times as long as a step of one row (`benches/examples/cpu_speed.rs`), because they widen the weights first.
 pub(crate) const DRAFT_COST: drafting::Cost =
     drafting::Cost { any: drafting::ONE * 13 / 8, each: drafting::ONE * 5 / 16 };
 
-/// Tokens of a prompt that are run together: as many as the forward pass takes through the layers at once.
+/// Prompt tokens per piece: as many as the forward pass takes through the layers at once.
 const PIECE: usize = 64;
 
 /// Runs sequences on the CPU.
 pub struct Cpu {
     model: CpuModel,
     cache: KvCache,
-    /// The sequence so far; the last token is not in the cache yet.
+    /// The sequence so far. The last token's keys and values are not in the cache yet.
     history: Vec<u32>,
     prompt_len: usize,
     max_length: usize,
     sampling: Sampling,
     draft: Option<Draft>,
-    /// What proposals under a form were worth of late.
+    /// The [`drafting`] estimate for proposals under a form.
     acceptance: u32,
     ngram: NgramOnHost,
     model_drafter: Option<ModelOnHost>,
     stop_tokens: Vec<u32>,
-    /// If the answer has a form.
+    /// The matcher of the answer's form, if it has one.
     form: Option<Matcher>,
     logits: Vec<f32>,
 }
 
 impl Cpu {
-    /// For sequences of up to `capacity` tokens.
+    /// A backend for sequences of up to `capacity` tokens.
     ///
     /// # Errors
     /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
@@ -45,10 +45,10 @@ impl Cpu {
         Self::with_draft_model(checkpoint, None, capacity)
     }
 
-    /// The same with a draft model or head, if there is one.
+    /// As [`new`](Self::new), with a draft model or head if there is one.
     ///
     /// # Errors
-    /// As [`new`](Self::new); a draft model with another vocabulary, or a head that was made for another model.
+    /// As [`new`](Self::new). Also if a draft model has another vocabulary, or a head was made for another model.
     pub fn with_draft_model(
         checkpoint: &Checkpoint,
         draft: Option<&DraftCheckpoint>,
@@ -85,7 +85,8 @@ impl Cpu {
         })
     }
 
-    /// Runs the newest token with `drafts` after it, and confirms what the model agrees to.
+    /// Runs the tokens from index `from` on, with `drafts` after them, and confirms the drafts that the model agrees
+    /// with.
     fn run(&mut self, from: usize, drafts: &[u32]) -> Result<Step, Error> {
         let vocab = self.model.config().vocab_size;
         let tokens: Vec<u32> = self.history[from..].iter().chain(drafts).copied().collect();
@@ -107,7 +108,7 @@ impl Cpu {
         if let Some(matcher) = form {
             matcher.accept(&tokens);
         }
-        // Rows of drafts behind a wrong one decide nothing.
+        // Rows after a wrong draft decide nothing, so only faults before them count.
         let known = history.len() - tokens.len() - from;
         if let Some(&fault) = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1).min() {
             self.cache.truncate(0);
@@ -116,7 +117,7 @@ impl Cpu {
         }
         let stopped = tokens.last().is_some_and(|token| stop_tokens.contains(token));
         let finished = stopped || history.len() >= *max_length;
-        // Drafts that were not confirmed leave the cache.
+        // Drafts that were not confirmed are removed from the cache.
         let kept = self.history.len() - 1;
         self.cache.truncate(kept);
         states.truncate(states.len() / (drafts.len() + known) * (kept - from));
@@ -125,7 +126,8 @@ impl Cpu {
         Ok(Step { drafted: drafts.len(), by_model: Drafted::default(), finished, tokens })
     }
 
-    /// A step under a form: what the form forces is proposed, or what the text has before that the form allows.
+    /// A step under a form. Proposes the tokens that the form forces; if it forces none, what an n-gram match finds and
+    /// the form allows.
     fn step_in_form(&mut self, cached: usize) -> Result<Step, Error> {
         let Some(draft) = self.draft else { return self.run(cached, &[]) };
         let settings = draft.match_settings();
@@ -148,12 +150,12 @@ impl Cpu {
         }
     }
 
-    /// Which hidden states are wanted.
+    /// The layers whose hidden states the drafter needs, if it is a head.
     fn taps(&mut self) -> Option<[usize; 3]> {
         self.model_drafter()?.taps()
     }
 
-    /// Hands over the hidden states of tokens from the `from`th on, if they were wanted.
+    /// Gives the drafter the hidden states of the tokens from index `from` on, if it asked for them.
     fn tell_states(&mut self, from: usize, states: &[f32]) {
         let history = std::mem::take(&mut self.history);
         if let Some(drafter) = self.model_drafter().filter(|_| !states.is_empty()) {
@@ -162,7 +164,7 @@ impl Cpu {
         self.history = history;
     }
 
-    /// Reads a piece of the prompt that is not its last.
+    /// Runs one piece of the prompt that is not the last.
     fn read_piece(&mut self) -> Result<(), Error> {
         let from = self.cache.len();
         let (taps, mut states) = (self.taps(), Vec::new());
@@ -177,7 +179,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Whoever drafts for the sequence.
+    /// The drafter of this sequence, if any.
     fn drafter(&mut self) -> Option<&mut dyn Drafter<OnHost>> {
         match self.draft? {
             Draft::Ngram(_) => Some(&mut self.ngram),
@@ -185,7 +187,7 @@ impl Cpu {
         }
     }
 
-    /// What it proposes for the next step, as far as it is worth a row.
+    /// The drafts for the next step: the part of the proposal that is worth its rows.
     fn propose(&mut self) -> Result<Vec<u32>, Error> {
         let history = std::mem::take(&mut self.history);
         let max_length = self.max_length;
@@ -197,7 +199,7 @@ impl Cpu {
     }
 }
 
-/// Bytes of memory that there are for this program; where the system does not tell, as many as can be addressed.
+/// Bytes of memory that this program may use. If the system does not say, the size of the address space.
 pub(crate) fn memory() -> u64 {
     let machine = || {
         let text = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -205,7 +207,7 @@ pub(crate) fn memory() -> u64 {
         let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
         Some(kib << 10)
     };
-    // A container's share; without a limit the file says `max`.
+    // The limit of the container. Without a limit the file says `max`, which does not parse.
     let group = || std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok()?.trim().parse().ok();
     machine().into_iter().chain(group()).min().unwrap_or(isize::MAX as u64)
 }
@@ -237,11 +239,11 @@ impl Backend for Cpu {
         self.stop_tokens = sequence.stop_tokens.to_vec();
         self.form = sequence.form.map(|form| form.matcher());
         if let Some(drafter) = self.model_drafter().filter(|drafter| drafter.taps().is_some()) {
-            // Of what was read without it, a head lacks the hidden states.
+            // A head lacks the hidden states of tokens that the model read without it, so those are read again.
             reused = reused.min(drafter.known(sequence.prompt));
         }
         self.cache.truncate(reused);
-        // The last piece is for the first step, which wants its logits.
+        // The last piece is left for the first step, which needs its logits.
         let total = self.history.len() - reused;
         while self.history.len() - self.cache.len() > PIECE {
             self.read_piece()?;

@@ -1,4 +1,4 @@
-//! What the decode kernel has of its own beside the weights, and its launch (see `gpu_kernels::decode`).
+//! The launch of the decode kernel (`gpu_kernels::decode`), and the device memory that only this kernel needs.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::decode::{self, DecodeKernels, DecodeStep, SHARED_BYTES, SHORT_SHARED_BYTES, Short};
@@ -18,64 +18,65 @@ use crate::lossless::Packed;
 use crate::quantized::{Coding, by_code};
 use crate::weights::{Compact, DeviceWeights};
 
-/// What a step in one launch reads and writes beside what all passes do.
+/// The decode kernel with its weights and buffers: it runs a whole step of a model in one launch.
 pub struct Decode {
     weights: StepWeights,
-    /// The head packed without loss, beside codes.
+    /// The head packed without loss, if it was packed alone.
     packed_head: Option<weights::Lossless>,
     norms: Buffer<bf16>,
-    /// None where there are none.
+    /// None if the projections have no biases.
     biases: Option<Buffer<bf16>>,
     pages: Buffer<u64>,
     page_map: TensorMaps,
     counters: Buffer<u32>,
-    /// The words of the exchange.
+    /// The memory of the exchange between blocks.
     words: Buffer<u64>,
     exchange: Exchange,
-    /// As [`DecodeStep::qkv_inputs`].
+    /// The value of [`DecodeStep::qkv_inputs`].
     qkv_inputs: u32,
     grid: u32,
-    /// Whether steps may be for a kernel of attention by `wgmma`: see [`DecodeStep::has_wgmma_attention`].
+    /// Whether long contexts also need the kernels with attention by `wgmma`: see [`DecodeStep::has_wgmma_attention`].
     has_wgmma_attention: bool,
-    /// Whether there is only shared memory for a short ring.
+    /// Whether the kernels with the short ring are used, because shared memory has no room for the full ring.
     has_short_ring: bool,
 }
 
-/// A kernel, by the rows that it is for.
+/// The variants of the kernel, by the rows that each runs.
 #[derive(Clone, Copy)]
 enum DecodeKernel {
-    /// One.
+    /// One row.
     One,
-    /// At most 8 that follow each other.
+    /// Up to 8 rows of one sequence, at consecutive positions.
     Few,
-    /// More.
+    /// More than 8 rows of one sequence, at consecutive positions.
     Many,
-    /// Those that may be a tree.
+    /// Rows of one sequence that may be a tree.
     Tree,
-    /// At most 8, each of a sequence of its own.
+    /// Up to 8 rows of several sequences.
     FewSequences,
-    /// More of these.
+    /// More than 8 rows of several sequences.
     Sequences,
-    /// More than 8 that follow each other, where the context is long.
+    /// As [`Many`](Self::Many), for long contexts, with attention by `wgmma`.
     ManyLong,
-    /// A tree, likewise.
+    /// As [`Tree`](Self::Tree), for long contexts, with attention by `wgmma`.
     TreeLong,
 }
 
-/// The weights that a step reads.
+/// The weights that a step reads, by their format.
 enum StepWeights {
-    /// The stream.
+    /// The plain bf16 stream.
     Plain,
     /// Packed without loss.
     Lossless(weights::Lossless),
-    /// The codes of the layers' matrices, and the chunk of the stream at which the head begins.
+    /// The codes of the layers' matrices, and the chunk of the stream at which the bf16 head begins.
     Quantized(Coding, Global<u8>, u64),
-    /// Codes that are multiplied, and where the head begins, likewise.
+    /// FP8 codes that are multiplied as FP8, buffers for their inputs, and the chunk of the stream at which the head
+    /// begins.
     E4m3(e4m3::Weights, StepInputs, u64),
 }
 
 impl StepWeights {
-    /// What there is in the fewest bytes.
+    /// The most compact form that the weights have.
     fn new(device: &Device, config: &Config, weights: &DeviceWeights) -> Result<Self, Error> {
         let head = weights.stream.layer_chunks();
         Ok(match &weights.compact {
@@ -87,7 +88,8 @@ impl StepWeights {
     }
 }
 
-/// An expression with the format of the weights, as kernels have it; those with a short ring are other ones.
+/// Evaluates an expression with `$format` as the kernels' type for the weights' format. A short ring has types of its
+/// own.
 macro_rules! by_format {
     ($weights:expr, $has_short_ring:expr, $format:ident => $what:expr) => {
         match ($weights, $has_short_ring) {
@@ -120,7 +122,9 @@ macro_rules! by_format {
 }
 
 impl Decode {
-    /// For `weights`, which live as long, and contexts of at most so many `splits`, if the device has the hardware.
+    /// A decode kernel for `weights`, which must live as long, and for contexts of at most `splits` splits. None if the
+    /// device or the model's plan does not suit the kernel, or if there is only a short ring and no such kernel for the
+    /// format.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -139,7 +143,7 @@ impl Decode {
             return Ok(None);
         }
         let norms = weights.layers.iter().flat_map(|layer| {
-            // As `DecodeStep::norms` has them.
+            // In the order of `DecodeStep::norms`.
             [&layer.input_norm, &layer.post_attention_norm, &layer.q_norm, &layer.k_norm]
         });
         let norms = concatenated(device, norms.chain([&weights.norm]))?;
@@ -182,12 +186,13 @@ impl Decode {
         }))
     }
 
-    /// Counters that must be zero when a step begins.
+    /// The counters that must be zero when a step begins.
     pub fn counters(&self) -> &Buffer<u32> {
         &self.counters
     }
 
-    /// Zeroes the counters, after everything enqueued so far: for steps that no kernel plans.
+    /// Enqueues the zeroing of the counters. Needed before a step that no kernel plans: a kernel that plans a step
+    /// zeroes them itself.
     ///
     /// # Errors
     /// A driver error.
@@ -195,9 +200,9 @@ impl Decode {
         self.counters.clear()
     }
 
-    /// Leaves as many sequence flags of [words](gpu_kernels::exchange::Exchange) as one step takes: the second step of
-    /// one row from now on begins with the first ones again, where otherwise ten million would come before it. For
-    /// tests.
+    /// Sets the [exchange](gpu_kernels::exchange::Exchange) so that only as many sequence flags are left as one step of
+    /// one row takes. The second such step then wraps around to the first flags, which otherwise takes ten million
+    /// steps. For tests.
     ///
     /// # Errors
     /// A driver error.
@@ -205,24 +210,24 @@ impl Decode {
         self.words.write(0, &[u64::from(u32::MAX - DecodeStep::flags(config.num_hidden_layers as u32))])
     }
 
-    /// Where blocks exchange a single row, for a launch that puts out what the first matrix takes in; none where a
-    /// single row goes the way of several.
+    /// The exchange for a single row, for a launch that writes what the first matrix reads. None with a short ring,
+    /// where a single row takes the path of several rows.
     pub(crate) fn exchange(&self) -> Option<Exchange> {
         (!self.has_short_ring).then_some(self.exchange)
     }
 
-    /// The rank of the best token after each row, once a step is done.
+    /// For each row, the rank (`gpu_kernels::sample::rank`) of its best token. Valid once a step is done.
     pub fn best(&self) -> Global<u64> {
         // SAFETY: within the counters.
         unsafe { self.counters.ptr().at(DecodeStep::BEST).cast() }
     }
 
-    /// Enqueues a step of at most so many rows, or of just so many if they are of several sequences; `step` holds
-    /// all but what is its own.
+    /// Enqueues a step. `most` is the largest possible number of rows, or the exact number if they are of several
+    /// sequences. The fields of `step` that belong to this type are filled in here.
     ///
     /// # Safety
-    /// The addresses in `step` are as its documentation says, and its counters are zero by then; the rows are to each
-    /// other what is said.
+    /// The addresses in `step` are as its documentation says, and the counters are zero when the step runs. The rows
+    /// relate to each other as `most` says.
     ///
     /// # Errors
     /// A refused launch.
@@ -254,15 +259,15 @@ impl Decode {
             (2..=8, _) => Some(DecodeKernel::Few),
             _ => Some(DecodeKernel::Many),
         };
-        // How many rows of one sequence there are, the device alone knows, and how long their context is: of these
-        // kernels one finds something to do.
+        // Only the device knows how many rows of one sequence there are and how long their context is. So every kernel
+        // that may be needed is enqueued. One of them finds work; the others end at once.
         let by_wgmma = match several {
             Some(DecodeKernel::Many) => Some(DecodeKernel::ManyLong),
             Some(DecodeKernel::Tree) => Some(DecodeKernel::TreeLong),
             _ => None,
         };
         let by_wgmma = by_wgmma.filter(|_| self.has_wgmma_attention);
-        // A short ring's kernels for several rows have a step of one as well.
+        // With a short ring, the kernels for several rows also run a single row.
         let has_own = !self.has_short_ring && most.1 != RowsOf::Sequences;
         let one = (several.is_none() || has_own).then_some(DecodeKernel::One);
         for kernel in [one, several, by_wgmma].into_iter().flatten() {
@@ -272,16 +277,16 @@ impl Decode {
         Ok(())
     }
 
-    /// Enqueues this kernel.
+    /// Enqueues this variant of the kernel.
     ///
     /// # Safety
-    /// As for [`enqueue`](Self::enqueue), with all that is in `step`.
+    /// As for [`enqueue`](Self::enqueue), with every field of `step` filled in.
     unsafe fn launch(&self, device: &Device, kernel: DecodeKernel, step: DecodeStep) -> Result<(), Error> {
         // SAFETY: the caller's word.
         unsafe { by_format!(&self.weights, self.has_short_ring, F => self.launch_of::<F>(device, kernel, step)) }
     }
 
-    /// Enqueues this kernel of a format.
+    /// Enqueues this variant for the weight format `F`.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch); the weights have this format.
@@ -319,7 +324,7 @@ impl Decode {
     }
 }
 
-/// Whether a layer's operators are those of the decode kernel, whose code has their order.
+/// Whether the layer's operators come in the order that is fixed in the decode kernel's code.
 fn is_in_order(plan: &LayerPlan) -> bool {
     let gemm = |operator: &Operator| match operator {
         Operator::Gemm(gemm) => Some((gemm.matrix, gemm.input, gemm.epilogue)),
@@ -333,17 +338,17 @@ fn is_in_order(plan: &LayerPlan) -> bool {
         && gemm(down) == Some((Matrix::Down, Input::Activation, Epilogue::Add))
 }
 
-/// Input features of the projections of queries, keys and values.
+/// Input features of the QKV projection.
 fn qkv_inputs(weights: &DeviceWeights) -> u32 {
     weights.stream.matrix(0, Matrix::Qkv).k
 }
 
-/// Whether the weights are an EAGLE-3 head's, whose projections read two hidden sizes.
+/// Whether the weights are an EAGLE-3 head's. Its QKV projection reads two hidden sizes.
 fn is_head(config: &Config, weights: &DeviceWeights) -> bool {
     qkv_inputs(weights) as usize != config.plan.hidden
 }
 
-/// What these hold, one after another, in memory of its own.
+/// The contents of `parts`, one after another, in a new buffer.
 fn concatenated<'a>(device: &Device, parts: impl IntoIterator<Item = &'a Buffer<bf16>>) -> Result<Buffer<bf16>, Error> {
     let parts: Vec<_> = parts.into_iter().collect();
     let mut all = device.zeroed(parts.iter().map(|part| part.len()).sum())?;

@@ -1,4 +1,5 @@
-//! How a sequence drafts: the settings, and what drafts come to. Who drafts is [`drafter`](crate::drafter).
+//! The settings of drafting, and the rules that decide which drafts count. The drafters themselves are in
+//! [`drafter`](crate::drafter).
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use gpu_kernels::tree::MOST_BRANCHES;
@@ -11,13 +12,13 @@ use crate::device::Device;
 use crate::forward::{Footprint, Forward, HeadWeights};
 use crate::kept::Kept;
 
-/// No budget: one sequence may use every row.
+/// A budget threshold that never binds: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
 
-/// What may draft for a model, beside its own text.
+/// The weights of a model or head that drafts for another model. Drafts by n-gram match need none.
 #[derive(Clone, Debug)]
 pub enum DraftCheckpoint {
-    /// A smaller model with the same tokens: `--draft model:MODEL`.
+    /// A smaller model with the same vocabulary: `--draft model:MODEL`.
     Model(Checkpoint),
     /// A head that drafts from the model's hidden states: `--draft eagle3:HEAD`.
     Eagle3(EagleHead),
@@ -36,10 +37,10 @@ impl From<EagleHead> for DraftCheckpoint {
 }
 
 impl DraftCheckpoint {
-    /// Checks that it can draft for `model`.
+    /// Checks that this can draft for `model`.
     ///
     /// # Errors
-    /// [`Error::DraftVocabulary`]; a head that was made for another model.
+    /// [`Error::DraftVocabulary`] if the vocabularies differ; an error if a head was made for another model.
     pub(crate) fn check_for(&self, model: &Checkpoint) -> Result<(), Error> {
         match self {
             Self::Model(draft) => check_vocabularies(&model.tokenizer, &draft.tokenizer),
@@ -47,7 +48,7 @@ impl DraftCheckpoint {
         }
     }
 
-    /// Its sizes and constants; of a head, those of its layer.
+    /// The config of the draft model, or of the head's layer.
     pub(crate) fn config(&self) -> &Config {
         match self {
             Self::Model(draft) => &draft.config,
@@ -55,7 +56,7 @@ impl DraftCheckpoint {
         }
     }
 
-    /// Checks that the kernels cover its shapes.
+    /// Checks that the kernels cover these shapes.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -66,7 +67,7 @@ impl DraftCheckpoint {
         }
     }
 
-    /// What it takes on a device, for sequences of up to `capacity` tokens.
+    /// The device memory that it needs for sequences of up to `capacity` tokens.
     ///
     /// # Errors
     /// As [`Checkpoint::weights`].
@@ -80,11 +81,11 @@ impl DraftCheckpoint {
         })
     }
 
-    /// Tokens that it can propose to `model`.
+    /// Every token that it can propose to `model` is below this number.
     pub(crate) fn vocab_size(&self, model: &Config) -> usize {
         match self {
             Self::Model(draft) => draft.config.vocab_size.min(model.vocab_size),
-            // Of those it knows some, by numbers of its own.
+            // A head knows only some of the model's tokens and maps its own numbers to theirs, which may be any.
             Self::Eagle3(_) => model.vocab_size,
         }
     }
@@ -94,7 +95,7 @@ impl DraftCheckpoint {
         matches!(self, Self::Eagle3(_))
     }
 
-    /// Bytes that could be read while a pass of it over one row runs, as [`pass_bytes`] has them.
+    /// The cost of a pass over one row, in bytes: see [`pass_bytes`].
     pub(crate) fn pass_bytes(&self, layer_bytes: u64) -> u64 {
         match self {
             Self::Model(draft) => pass_bytes(&draft.config, layer_bytes),
@@ -103,7 +104,7 @@ impl DraftCheckpoint {
     }
 }
 
-/// How a sequence drafts.
+/// How a sequence drafts, and with which settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Draft {
     /// By n-gram match: `--draft ngram`.
@@ -125,7 +126,7 @@ impl From<ModelDraft> for Draft {
 }
 
 impl Draft {
-    /// Most drafts of a step.
+    /// Most drafts per step.
     pub fn tokens(&self) -> u32 {
         match self {
             Self::Ngram(draft) => draft.tokens,
@@ -133,7 +134,7 @@ impl Draft {
         }
     }
 
-    /// Whether an n-gram match proposes.
+    /// Whether n-gram matches are proposed.
     pub(crate) fn matches_ngrams(&self) -> bool {
         match self {
             Self::Ngram(_) => true,
@@ -141,7 +142,7 @@ impl Draft {
         }
     }
 
-    /// Checks the settings, and that a model drafts only where there `is_model`.
+    /// Checks the settings, and that a draft model is loaded (`is_model`) if they need one.
     pub(crate) fn check_for(&self, is_model: bool) -> Result<(), Error> {
         self.check()?;
         match self {
@@ -153,7 +154,7 @@ impl Draft {
     /// Checks the settings.
     ///
     /// # Errors
-    /// [`Error::Draft`], which names the flag.
+    /// [`Error::Draft`], which names the flag at fault.
     pub fn check(&self) -> Result<(), Error> {
         match self {
             Self::Ngram(draft) => draft.check(),
@@ -162,23 +163,23 @@ impl Draft {
     }
 }
 
-/// Drafts from a model or a head: the tokens that it would say, each the best after those before.
+/// Drafts from a model or a head: a chain of tokens, each the likeliest after those before it.
 ///
-/// `--draft model:WHICH` and `--draft eagle3:WHICH`; the passes are tied together by `gpu_kernels::draft_model`.
+/// `--draft model:WHICH` and `--draft eagle3:WHICH`. `gpu_kernels::draft_model` has the kernels between the passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelDraft {
-    /// Most drafts of a step, 1 to 15.
+    /// Most drafts per step, 1 to 15.
     pub tokens: u32,
-    /// Most drafts that follow each other, each of which takes a pass.
+    /// Most drafts in a chain, at least 1. Each takes a pass.
     pub depth: u32,
-    /// How many of the likeliest tokens after a pass may be drafts, 1 to 4: with more than 1, drafts are a
-    /// [tree](gpu_kernels::tree) where the decode kernel is there.
+    /// How many of the likeliest tokens after a pass may become drafts, 1 to 4. With more than 1, drafts are a
+    /// [tree](gpu_kernels::tree) wherever the decode kernel runs.
     pub branches: u32,
-    /// Whether to run only as many passes and drafts as recent ones make worthwhile; otherwise as many as `tokens`
-    /// says.
+    /// Whether to run only as many passes and drafts as recent ones make worthwhile ([`drafting`]). Otherwise all that
+    /// the settings allow are run.
     pub adaptive: bool,
-    /// The n-gram match that proposes where it finds something, and extends what the model proposes; none: the model
-    /// alone.
+    /// The n-gram match that drafts beside the model: it may come first, and it extends what the model proposes. None:
+    /// only the model drafts.
     pub ngram: Option<Ngrams>,
 }
 
@@ -190,7 +191,7 @@ impl Default for ModelDraft {
 }
 
 impl Draft {
-    /// The settings of an n-gram match for a sequence that drafts so.
+    /// The settings of the n-gram match of such a sequence.
     pub(crate) fn match_settings(&self) -> NgramDraft {
         match self {
             Self::Ngram(draft) => *draft,
@@ -200,13 +201,13 @@ impl Draft {
 }
 
 impl ModelDraft {
-    /// Most tokens after a draft that may be drafts.
+    /// Most tokens after one pass that may become drafts.
     pub const MOST_BRANCHES: u32 = MOST_BRANCHES;
 
     /// Checks the settings.
     ///
     /// # Errors
-    /// [`Error::Draft`], which names the flag.
+    /// [`Error::Draft`], which names the flag at fault.
     fn check(&self) -> Result<(), Error> {
         self.match_settings().check()?;
         let what = if self.depth == 0 {
@@ -219,40 +220,41 @@ impl ModelDraft {
         Err(Error::Draft { what })
     }
 
-    /// Most drafts that follow each other.
+    /// Most drafts in a chain, within the drafts of a step.
     pub(crate) fn depth(&self) -> u32 {
         self.depth.min(self.tokens)
     }
 
-    /// Those of the n-gram match beside the model, or ones that pass every check.
+    /// The settings of the n-gram match beside the model. Without a match, settings that pass every check.
     pub(crate) fn match_settings(&self) -> NgramDraft {
         let Ngrams { max, min } = self.ngram.unwrap_or(Ngrams { max: 1, min: 1 });
         NgramDraft { tokens: self.tokens, max, min, adaptive: self.adaptive }
     }
 }
 
-/// Which runs of tokens an n-gram match looks for.
+/// The lengths of the runs of tokens that an n-gram match looks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ngrams {
-    /// The longest.
+    /// The longest run.
     pub max: u32,
-    /// The shortest, at least 1.
+    /// The shortest run, at least 1.
     pub min: u32,
 }
 
-/// Drafts from the sequence itself: the tokens that followed an earlier occurrence of its last `n`, longest `n` first.
+/// Drafts from the sequence's own text. The match looks for an earlier occurrence of the last `n` tokens, the longest
+/// `n` first, and proposes the tokens that followed it.
 ///
-/// `--draft ngram`; the operator is `gpu_kernels::ngram::ngram_match_mixed_i32` over the whole history.
+/// `--draft ngram`. The operator is `gpu_kernels::ngram::ngram_match_mixed_i32` over the whole history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NgramDraft {
-    /// Most drafts of a step, 1 to 15.
+    /// Most drafts per step, 1 to 15.
     pub tokens: u32,
-    /// Longest pattern.
+    /// Longest pattern, in tokens.
     pub max: u32,
-    /// Shortest pattern, at least 1.
+    /// Shortest pattern, in tokens, at least 1.
     pub min: u32,
-    /// Whether to run only as many drafts as recent ones make worthwhile ([`drafting`]); otherwise all that are
-    /// proposed.
+    /// Whether to run only as many drafts as recent ones make worthwhile ([`drafting`]). Otherwise all proposed drafts
+    /// run.
     pub adaptive: bool,
 }
 
@@ -263,13 +265,13 @@ impl Default for NgramDraft {
 }
 
 impl NgramDraft {
-    /// Most drafts that a step has room for.
+    /// Most drafts that fit in a step.
     pub const MOST_TOKENS: u32 = MAX_DECODE_ROWS - 1;
 
     /// Checks the settings.
     ///
     /// # Errors
-    /// [`Error::Draft`], which names the flag.
+    /// [`Error::Draft`], which names the flag at fault.
     pub fn check(&self) -> Result<(), Error> {
         let what = if !(1..=Self::MOST_TOKENS).contains(&self.tokens) {
             format!("--draft-tokens {} is not between 1 and {}", self.tokens, Self::MOST_TOKENS)
@@ -283,12 +285,13 @@ impl NgramDraft {
         Err(Error::Draft { what })
     }
 
-    /// What drafts are taken to cost on a backend where they cost `cost`.
+    /// What drafts count as costing, on a backend where they cost `cost`. Nothing if all proposals are to run.
     pub(crate) fn cost(&self, cost: drafting::Cost) -> drafting::Cost {
         if self.adaptive { cost } else { drafting::Cost::default() }
     }
 
-    /// Drafts to follow `history`, on the CPU; `most_length` as [`Sequence::max_length`](crate::Sequence::max_length).
+    /// Proposes drafts that follow `history`, on the CPU. `most_length` is
+    /// [`Sequence::max_length`](crate::Sequence::max_length).
     pub(crate) fn propose(&self, history: &[i32], most_length: usize) -> Vec<u32> {
         let newest = history.len() as i64 - 1;
         let batch = ngram::reference::Batch {
@@ -313,21 +316,22 @@ impl NgramDraft {
     }
 }
 
-/// What is proposed to follow a history.
+/// Tokens that are proposed to follow a history.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DraftTokens {
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// Whether the answer's form leaves no others.
+    /// Whether the answer's form forces them: it allows no others.
     pub forced: bool,
 }
 
 impl DraftTokens {
-    /// What the form forces after `history`, if it does, or else what `draft` finds in it that the form allows.
+    /// The tokens that the form forces after `history`. If it forces none, the tokens that `draft` finds, up to the
+    /// first that the form does not allow.
     pub fn of(draft: &NgramDraft, history: &[u32], max_length: usize, form: Option<&mut Matcher>) -> Self {
         let from_text = || draft.propose(bytemuck::cast_slice(history), max_length);
         let Some(matcher) = form else { return Self { tokens: from_text(), forced: false } };
-        // The last token that there is room for is nobody's draft.
+        // The last token that fits is always chosen by the model, so it is never a draft.
         let most = max_length.saturating_sub(history.len() + 1).min(draft.tokens as usize);
         let forced = matcher.forced(most);
         if !forced.is_empty() {
@@ -339,17 +343,17 @@ impl DraftTokens {
     }
 }
 
-/// What may come after the newest token and after each of its drafts.
+/// The masks of tokens that the form allows, one after the newest token and one after each draft. A bit for each token.
 pub(crate) fn masks(matcher: &mut Matcher, drafts: &[u32], vocab_size: usize) -> Vec<Vec<u32>> {
     let mut masks = vec![vec![0; mask_words(vocab_size)]; drafts.len() + 1];
     matcher.masks_along(drafts, masks.iter_mut().map(Vec::as_mut_slice));
     masks
 }
 
-/// Checks that the tokens of a draft model are those of the model that it drafts for.
+/// Checks that a draft model has the same vocabulary as the model that it drafts for.
 ///
 /// # Errors
-/// [`Error::DraftVocabulary`], with the first that differs.
+/// [`Error::DraftVocabulary`], with the first token that differs.
 fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error> {
     let Some(id) = model.first_difference(draft) else { return Ok(()) };
     let name = |tokenizer: &Tokenizer| match tokenizer.decode_with_special(&[id]) {
@@ -359,26 +363,27 @@ fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error>
     Err(Error::DraftVocabulary { id, model: name(model), draft: name(draft) })
 }
 
-/// Bytes that could be read while a pass of a model over one row runs, where a layer takes as long as `layer_bytes`
-/// beside its weights.
+/// The cost of a pass of a model over one row, as the bytes that could be read from memory in that time: the weights,
+/// and `layer_bytes` for each layer's other work.
 pub(crate) fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
     config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes
 }
 
-/// The same of a head, which is one layer, by the parameters that a pass reads.
+/// As [`pass_bytes`], for a head. It is one layer, and a pass reads `parameters` parameters.
 pub(crate) const fn head_pass_bytes(parameters: usize, layer_bytes: u64) -> u64 {
     2 * parameters as u64 + layer_bytes
 }
 
-/// The share of such a pass of `model` that another takes, during which so many `bytes` could be read.
+/// A pass that takes as long as reading `bytes`, as a share of a pass of `model` over one row (in units of 1 /
+/// [`drafting::ONE`]).
 pub(crate) fn pass_share(model: &Config, bytes: u64, layer_bytes: u64) -> u32 {
     let share = u128::from(bytes) * u128::from(drafting::ONE) / u128::from(pass_bytes(model, layer_bytes).max(1));
-    // A draft model that takes much longer is never worth it, however long.
+    // Bounded: a draft model that is far too slow is never worth it, however slow it is.
     share.clamp(1, 16 * u128::from(drafting::ONE)) as u32
 }
 
-/// Appends the tokens after `history`: one, and one more for each draft that was right, as long as neither `max_length`
-/// nor a stop token is met. `choose` gives the token of a row, 0 to `drafts.len()`, knowing the history up to it.
+/// Appends the tokens after `history`, and returns them: one, and one more for each right draft. Stops at `max_length`
+/// or after a stop token. `choose` gives the token of a row, 0 to `drafts.len()`, from the history up to that row.
 pub(crate) fn confirm(
     history: &mut Vec<u32>,
     max_length: usize,
@@ -399,7 +404,7 @@ pub(crate) fn confirm(
     tokens
 }
 
-/// What `proposed` was worth, as [`drafting`] estimates it, after a step that confirmed `tokens`.
+/// The updated [`drafting`] estimate after a step that confirmed `tokens` when `proposed` was proposed.
 pub(crate) fn learned(acceptance: u32, proposed: &[u32], tokens: &[u32]) -> u32 {
     proposed.iter().zip(tokens).fold(acceptance, |acceptance, (a, b)| drafting::learned(acceptance, a == b))
 }

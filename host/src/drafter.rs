@@ -1,10 +1,11 @@
-//! Who drafts: whoever proposes tokens ahead of the model, as the decode loops see it.
+//! Drafters: they propose tokens ahead of the model. This is their interface to the decode loops.
 //!
-//! A [`Drafter`] works where the loop does ([`DrafterSide`]): [`OnHost`] it gives a [`Proposal`], [`OnDevice`] it
-//! enqueues launches that leave one in device memory, and the host never sees it. What is proposed decides how many
-//! steps an answer takes, never what it says: `accept` and `confirm` compare it with the tokens that the model chooses.
+//! A [`Drafter`] works on the side where its loop runs ([`DrafterSide`]). [`OnHost`], it returns a [`Proposal`].
+//! [`OnDevice`], it enqueues launches that leave a proposal in device memory, and the host never sees it. A proposal
+//! decides how many steps an answer takes, never what the answer says: `accept` and `confirm` compare it with the
+//! tokens that the model chooses.
 //!
-//! To add a drafter: a file here, an arm of [`Draft`](crate::Draft), and what it does for a batch in `batch/draft.rs`.
+//! To add a drafter, add a file here, an arm of [`Draft`](crate::Draft), and its part in batches in `batch/draft.rs`.
 
 mod backoff;
 mod eagle_on_host;
@@ -29,10 +30,10 @@ use crate::forward::Forward;
 
 /// Proposes tokens for one sequence at a time.
 pub trait Drafter<S: DrafterSide>: Send {
-    /// Takes up a sequence, whose prompt comes first.
+    /// Begins a sequence. Its prompt is run before the first proposal.
     ///
     /// # Errors
-    /// A device error, or one of its own.
+    /// A device error, or an error of the drafter.
     fn begin(&mut self, sequence: &Sequence<'_>) -> Result<(), Error>;
 
     /// Proposes what comes after the newest token.
@@ -41,36 +42,37 @@ pub trait Drafter<S: DrafterSide>: Send {
     /// As [`begin`](Self::begin).
     fn propose(&mut self, at: S::At<'_>) -> Result<S::Proposal, Error>;
 
-    /// Hears what each step brought, the prompt's among them, in order; notes in it whose drafts it tried.
+    /// Called with the result of each step, in order, the prompt's step included. Sets in `step` whose drafts were
+    /// tried.
     fn hear(&mut self, step: &mut Step);
 }
 
-/// The side that a drafter works on: the host, or a device.
+/// Where a drafter works: on the host or on a device.
 pub trait DrafterSide {
-    /// What it is told when it is to propose.
+    /// What it knows when it proposes.
     type At<'a>;
-    /// What it gives.
+    /// What it returns.
     type Proposal;
 }
 
 /// On the host, between two steps.
 pub struct OnHost;
 
-/// A sequence that is waiting for its next step.
+/// A sequence that waits for its next step.
 #[derive(Clone, Copy, Debug)]
 pub struct Text<'a> {
     /// Every token so far.
     pub history: &'a [u32],
-    /// Most tokens that there may be.
+    /// Most tokens that the sequence may have.
     pub max_length: usize,
 }
 
 /// Drafts for a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Proposal {
-    /// What was found.
+    /// The proposed tokens.
     pub tokens: Vec<u32>,
-    /// How many of them, from the first on, are worth a row.
+    /// How many of them, counted from the first, are worth a row.
     pub count: usize,
 }
 
@@ -79,27 +81,27 @@ impl DrafterSide for OnHost {
     type Proposal = Proposal;
 }
 
-/// On a device, in its queue.
+/// On a device, by launches in its queue.
 pub struct OnDevice;
 
-/// What stands between two steps on a device: a drafter enqueues [acceptance](Self::enqueue_accept), its own launches,
-/// and [the plan](Self::enqueue_plan).
+/// The state between two steps on a device. A drafter enqueues [acceptance](Self::enqueue_accept), its own launches,
+/// and [the plan](Self::enqueue_plan), in this order.
 #[derive(Clone, Copy)]
 pub struct Between<'a> {
-    /// The model.
+    /// The model that is drafted for.
     pub forward: &'a Forward,
-    /// The acceptance of what the last step chose. Its addresses and the plan's are of buffers that live as long, sized
-    /// as the parameter blocks say: this crate alone makes them.
+    /// The acceptance of the last step's choices. The addresses in it and in `plan` are of buffers that live as long
+    /// and are sized as the parameter blocks say; only this crate makes them.
     pub(crate) accept: Accept,
-    /// The plan of the next step, but for [its cost](PlanDecode::cost).
+    /// The plan of the next step, without [its cost](PlanDecode::cost).
     pub(crate) plan: PlanDecode,
-    /// Where proposals are made.
+    /// Where the proposal is written.
     pub proposals: &'a Proposals,
-    /// Elements of the history.
+    /// Room of the history, in tokens.
     pub capacity: u32,
-    /// Most tokens that the history has when the launches run.
+    /// Most tokens that the history can have when the launches run.
     pub length: u32,
-    /// Tokens at its beginning that were there before the launches that are under way.
+    /// Tokens at the beginning of the history that were written before any launch that may still be running.
     pub settled: u32,
 }
 
@@ -114,12 +116,13 @@ impl Between<'_> {
         self.forward.device()
     }
 
-    /// The sequence.
+    /// The state of the sequence.
     pub fn state(&self) -> SequenceState {
         self.plan.state
     }
 
-    /// Enqueues acceptance; if rows are a tree, what the accepted ones have left goes to its place.
+    /// Enqueues acceptance. If the rows are a tree, this also moves the keys, values and hidden states of the accepted
+    /// rows to their positions.
     ///
     /// # Errors
     /// A refused launch.
@@ -129,24 +132,23 @@ impl Between<'_> {
         self.forward.enqueue_keep_path(self.state())
     }
 
-    /// Enqueues the plan, where drafts cost so much.
+    /// Enqueues the plan of the next step, with `cost` as the cost of drafts.
     ///
     /// # Errors
     /// A refused launch.
     pub fn enqueue_plan(&self, cost: gpu_kernels::drafting::Cost) -> Result<(), Error> {
-        // SAFETY: as above.
+        // SAFETY: the comment of `accept` covers the plan as well.
         unsafe { self.device().launch::<step::plan_decode>(1, 0, PlanDecode { cost, ..self.plan }) }
     }
 }
 
-/// The memory of proposals on a device, for a batch of one: what the n-gram operator writes, and acceptance and plans
-/// read.
+/// The device memory of a proposal, for a batch of one. The n-gram operator writes it; acceptance and plans read it.
 pub struct Proposals {
-    /// `[1]` index of the newest token in the history, or of the last that is proposed.
+    /// `[1]` the index in the history of the newest token, or of the last proposed token.
     pub last: Buffer<i64>,
-    /// `[1]` rows, the newest token's included.
+    /// `[1]` the number of rows, the newest token's included.
     pub rows: Buffer<i32>,
-    /// `[MAX_DECODE_ROWS]` row 0 is the newest token's, drafts follow.
+    /// `[MAX_DECODE_ROWS]` row 0 is the newest token's; the drafts follow.
     pub tokens: Buffer<i32>,
 }
 
@@ -157,7 +159,7 @@ impl Proposals {
         Ok(Self { last: device.zeroed(1)?, rows: device.zeroed(1)?, tokens: device.zeroed(MAX_DECODE_ROWS as usize)? })
     }
 
-    /// As a draft model's kernels take it.
+    /// The addresses, as the kernels of draft models take them.
     fn proposal(&self) -> draft_model::Proposal {
         draft_model::Proposal { drafts: self.tokens.ptr_mut(), rows: self.rows.ptr_mut(), last: self.last.ptr_mut() }
     }

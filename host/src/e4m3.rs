@@ -1,9 +1,9 @@
-//! Matrices of e4m3 in blocks of 128 × 128, and the activations that meet them (see `gpu_kernels::e4m3`): what FP8
-//! checkpoints of such blocks multiply on Hopper.
+//! FP8 (e4m3) weights in blocks of 128 × 128, and the activations that they are multiplied with (see
+//! `gpu_kernels::e4m3`). On Hopper, FP8 checkpoints with such blocks are multiplied this way.
 //!
-//! On the way of a checkpoint to the device every weight becomes the bf16 that it means, and [`Collector`] keeps the
-//! scales. From both the device finds a matrix's codes again, and checks that they make the very weights. The codes are
-//! all that is kept of the layers.
+//! While a checkpoint is loaded, every weight becomes the bf16 that it stands for, and [`Collector`] keeps the scales.
+//! From the two the device recovers a matrix's codes, and checks that codes and scales give exactly these weights. Of
+//! the layers' matrices, only the codes and scales are kept.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -28,35 +28,35 @@ use crate::gemm::{self, Epilogue};
 use crate::quantized::{RowPlacement, places};
 use crate::stream::{Stream, chunks, n_tiles};
 
-/// Outputs and inputs of a block.
+/// Outputs, and inputs, of a block of weights.
 pub const BLOCK: usize = GROUP as usize;
-/// Words of a scale's place: see [`e4m3::Weights::scales`].
+/// Words per block in the table of scales: see [`e4m3::Weights::scales`].
 const WORDS: usize = 4;
 
-/// N-tiles and inputs of the layers' matrices.
+/// The number of N-tiles and of inputs of each of the layers' matrices.
 fn layers(config: &Config) -> impl Iterator<Item = (u32, u32)> {
     config.gemms().filter(|gemm| gemm.matrix != Matrix::Head).map(|gemm| n_tiles(&gemm))
 }
 
-/// The same, of pairs of codes.
+/// As [`layers`], with two inputs counted as one: a pair of codes takes the place of a bf16.
 fn pairs(config: &Config) -> impl Iterator<Item = (u32, u32)> {
     layers(config).map(|(n_tiles, k)| (n_tiles, k / 2))
 }
 
-/// The codes of a model's layers, on a device.
+/// The codes and scales of a model's layers, on a device.
 pub struct E4m3 {
     codes: Stream,
     scales: Mutex<Buffer<f32>>,
-    /// Where they are.
+    /// The address of `scales`, which can be read without the lock.
     scales_at: Global<f32>,
-    /// Where each matrix's begin, and the last one's end.
+    /// Where the scales of each matrix begin, and where the last ones end.
     offsets: Vec<usize>,
-    /// How many weights are none that their scales make.
+    /// How many warps found a weight that no code gives with its scale.
     strange: Buffer<u32>,
 }
 
 impl E4m3 {
-    /// Memory for the codes of a model's layers.
+    /// Allocates the memory for the codes of a model's layers.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -75,14 +75,14 @@ impl E4m3 {
         })
     }
 
-    /// Enqueues that the codes of matrix `number` are found, which is `from` by then, with these
-    /// [scales](e4m3::Weights::scales).
+    /// Enqueues the kernel that recovers the codes of matrix `number`. `from` holds the matrix in bf16 when the kernel
+    /// runs, and `scales` are its [scales](e4m3::Weights::scales).
     ///
     /// # Errors
     /// A driver error.
     ///
     /// # Panics
-    /// If there is no such matrix, or there are not so many scales: a bug of the caller.
+    /// If there is no such matrix, or its shape or number of scales differs: a bug of the caller.
     pub(crate) fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[f32]) -> Result<(), Error> {
         let (to, at) = (self.codes.matrices()[number], self.offsets[number]);
         assert_eq!(scales.len(), self.offsets[number + 1] - at, "scales of matrix {number}");
@@ -94,7 +94,7 @@ impl E4m3 {
         unsafe { device.launch::<encode_e4m3>((from.n_tiles, to.k.div_ceil(CHUNK_FEATURES)), 0, encode) }
     }
 
-    /// Whether all codes that were found make the very weights. Waits for the device.
+    /// Whether the recovered codes give exactly the weights, in all matrices so far. Waits for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -104,51 +104,51 @@ impl E4m3 {
         Ok(found == [0])
     }
 
-    /// Where a matrix's scales are.
+    /// The address of a matrix's scales.
     fn scales_of(&self, number: usize) -> Global<f32> {
         // SAFETY: within the buffer.
         unsafe { self.scales_at.at(self.offsets[number]) }
     }
 
-    /// What kernels take that read all matrices.
+    /// The addresses of all matrices, as kernels take them.
     pub fn weights(&self) -> e4m3::Weights {
         e4m3::Weights { codes: self.codes.weights().ptr(), scales: self.scales_at }
     }
 
-    /// Where they are.
+    /// The device that the codes are on.
     pub(crate) fn device(&self) -> &Device {
         self.codes.weights().device()
     }
 
-    /// Bytes of all of it.
+    /// Bytes of codes and scales.
     pub fn bytes(&self) -> u64 {
         2 * self.codes.weights().len() as u64 + 4 * self.offsets[self.offsets.len() - 1] as u64
     }
 
-    /// Bytes of those of a model, laid out for `blocks` blocks.
+    /// Bytes that the codes and scales of a model take, laid out for `blocks` blocks.
     pub fn bytes_of(config: &Config, blocks: u32) -> u64 {
         let scales: u64 = layers(config).map(|(n_tiles, k)| 4 * u64::from(scales_len(n_tiles, k))).sum();
         chunks(pairs(config), blocks) * u64::from(CHUNK_BYTES) + scales
     }
 }
 
-/// The scales of a matrix of so many weight rows and inputs all of whose blocks have this one.
+/// The table of scales of a matrix of `rows` weight rows and `k` inputs, with the same `scale` for every block.
 pub fn uniform_scales([rows, k]: [usize; 2], scale: f32) -> Vec<f32> {
     let groups = e4m3::groups(k as u32) as usize;
     let of_group = |group: usize| if group < k / BLOCK { [scale, scale, 0.0, 0.0] } else { [0.0; WORDS] };
     (0..rows.div_ceil(BLOCK) * groups).flat_map(|i| of_group(i % groups)).collect()
 }
 
-/// Gathers the scales of a checkpoint while it is read.
+/// Collects the scales of a checkpoint while its weights are read.
 pub struct Collector {
-    /// Of each matrix the scales' bits, as [`e4m3::Weights::scales`].
+    /// For each matrix, the bits of its scales in the order of [`e4m3::Weights::scales`].
     matrices: Vec<Vec<AtomicU32>>,
-    /// Of each weight, by where it is.
+    /// The place of each weight, by the address of the [`Weight`].
     places: HashMap<usize, RowPlacement>,
 }
 
 impl Collector {
-    /// For a checkpoint's weights, which are in such blocks.
+    /// A collector for these weights of a checkpoint, which are in such blocks.
     pub fn new(weights: &Weights<Weight<'_>>) -> Self {
         let (places, shapes) = places(weights);
         let matrix = |[rows, inputs]: [usize; 2]| {
@@ -159,13 +159,13 @@ impl Collector {
         Self { matrices, places }
     }
 
-    /// Takes the scales of some rows of a weight; those of others are of no interest.
+    /// Stores the scales of some rows of a weight. Weights outside the layers' matrices are ignored.
     pub fn take(&self, weight: &Weight<'_>, rows: Range<usize>, codes: &Codes) {
         let Some(place) = self.places.get(&std::ptr::from_ref(weight).addr()) else { return };
         let (groups, words) = (place.inputs / BLOCK, WORDS * e4m3::groups(place.inputs as u32) as usize);
         let matrix = &self.matrices[place.matrix];
         let start = rows.start;
-        // All rows of a block have the same.
+        // All rows of a block have the same scales, so its first row is enough.
         for row in rows.filter(|row| *row == start || row.is_multiple_of(BLOCK)) {
             let scales = &codes.scales[(row - start) * groups..][..groups];
             let block = row / BLOCK;
@@ -176,37 +176,37 @@ impl Collector {
             };
             match place.half {
                 None => put(place.first / BLOCK + block, 0..2),
-                // 128 weight rows have 64 of each.
+                // Rows of gate and up alternate, eight by eight. So 128 rows of the matrix hold 64 of each.
                 Some(half) => [2 * block, 2 * block + 1].into_iter().for_each(|block| put(block, half..half + 1)),
             }
         }
     }
 
-    /// The scales of a matrix, once all of its rows were read.
+    /// The scales of matrix `number`, once all of its rows were read.
     pub fn scales(&self, number: usize) -> Vec<f32> {
         self.matrices[number].iter().map(|word| f32::from_bits(word.load(Ordering::Relaxed))).collect()
     }
 }
 
-/// The codes of several rows' activations in the decode kernel.
+/// The FP8 activations of several rows in the decode kernel: codes and scales.
 pub(crate) struct StepInputs {
     codes: Buffer<u8>,
     scales: Buffer<f32>,
 }
 
 impl StepInputs {
-    /// Chunks of the longest input.
+    /// Chunks of the longest input of a GEMM.
     fn chunks(config: &Config) -> usize {
         let most = Activations::sizes(config).into_iter().max().unwrap_or(0);
         most.div_ceil(e4m3::CHUNK_INPUTS as usize)
     }
 
-    /// Bytes of a model's.
+    /// Bytes that they take for a model of this config.
     pub fn bytes(config: &Config) -> u64 {
         Self::chunks(config) as u64 * u64::from(Inputs::CHUNK_CODES + 4 * Inputs::CHUNK_SCALES)
     }
 
-    /// Memory for them.
+    /// Allocates the memory for them.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -218,20 +218,20 @@ impl StepInputs {
         })
     }
 
-    /// What the kernel takes.
+    /// The addresses, as the kernel takes them.
     pub fn parts(&self) -> Inputs {
         Inputs { codes: self.codes.ptr_mut(), scales: self.scales.ptr_mut() }
     }
 }
 
-/// Codes of rows, and their scales.
+/// The codes and scales of rows of activations.
 struct RowCodes {
     codes: Buffer<u8>,
     scales: Buffer<f32>,
 }
 
 impl RowCodes {
-    /// For so many rows of up to so many elements.
+    /// Room for `rows` rows of up to `most` elements.
     fn new(device: &Device, rows: usize, most: usize) -> Result<Self, Error> {
         let groups = e4m3::groups(most as u32) as usize;
         Ok(Self { codes: device.zeroed(rows * most)?, scales: device.zeroed(rows * groups)? })
@@ -242,16 +242,16 @@ impl RowCodes {
     }
 }
 
-/// Activations as codes: those that GEMMs of e4m3 multiply.
+/// The activations that GEMMs of e4m3 read, as codes with scales.
 pub(crate) struct Activations {
-    /// For each kind of input, since a GEMM leaves another kind than it multiplies. Scales beyond a kind's groups stay
-    /// zeros.
+    /// One for each kind of input, since a GEMM writes another kind than it reads. Scales beyond a kind's last group
+    /// stay zero.
     kinds: [RowCodes; 3],
-    /// Of their codes.
+    /// The tensor maps of each kind's codes.
     maps: TensorMaps,
-    /// Elements of their rows.
+    /// Elements of a row, by kind.
     sizes: [usize; 3],
-    /// Whole tiles.
+    /// Rows that there is room for, in whole tiles.
     rows: usize,
     layers: usize,
 }
@@ -262,13 +262,13 @@ impl Activations {
         [config.plan.hidden, config.plan.attention.query_size(), config.plan.activation_size()]
     }
 
-    /// Bytes for passes over up to so many rows.
+    /// Bytes of memory for passes over up to `rows` rows.
     pub fn bytes(config: &Config, rows: usize) -> u64 {
         let rows = rows.next_multiple_of(TILE_ROWS as usize);
         Self::sizes(config).into_iter().map(|size| RowCodes::bytes(rows, size)).sum()
     }
 
-    /// Allocates everything for passes over up to so many rows.
+    /// Allocates the memory for passes over up to `rows` rows.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -286,17 +286,17 @@ impl Activations {
         CodedRows { codes: codes.ptr_mut(), scales: scales.ptr_mut(), x_rows: self.rows as u32 }
     }
 
-    /// Where attention can leave the codes that its reader multiplies.
+    /// Where attention writes the codes of its output.
     pub fn attended(&self) -> CodedRows {
         self.of(Input::Attended)
     }
 
-    /// Enqueues that rows of `x` are the codes that a layer's GEMM multiplies: those from the first on, up to the
-    /// second. They lie in the order of [`slot`](gpu_kernels::linear::slot), or `in_order`. Nothing is enqueued where
-    /// the GEMM before left codes.
+    /// Enqueues the kernel that quantises rows `first_row` to `m` of `x` for a layer's GEMM. The elements of `x` are in
+    /// the order of [`slot`](gpu_kernels::linear::slot), or in their own order if `in_order`. Nothing is enqueued if an
+    /// earlier kernel left the codes already.
     ///
     /// # Safety
-    /// As [`Device::launch_early`]: `x` has so many rows of the input.
+    /// As [`Device::launch_early`]. `x` has `m` rows of the GEMM's input.
     ///
     /// # Errors
     /// A refused launch.
@@ -313,7 +313,7 @@ impl Activations {
         let params = QuantizeRows { x, to: self.of(gemm.input), first_row, m, k, in_order: in_order.into() };
         let rows = m.saturating_sub(first_row);
         let are_there = match gemm.input {
-            // The embedding leaves none.
+            // In all layers but the first, the GEMM before leaves the codes. The embedding leaves none.
             Input::Normed => (layer, gemm.matrix) != (0, Matrix::Qkv),
             Input::Attended => false,
             Input::Activation => gemm::leaves_codes(device, rows, k),
@@ -322,11 +322,11 @@ impl Activations {
             return Ok(());
         }
         let blocks = rows.div_ceil(QuantizeRows::ROWS);
-        // SAFETY: the caller's word; there is room for so many rows.
+        // SAFETY: the caller's word; there is room for `m` rows.
         unsafe { device.launch_early::<quantize_rows>((e4m3::groups(k), blocks), 0, params) }
     }
 
-    /// Enqueues a GEMM of the codes, which are its input's: `p` holds all but operands.
+    /// Enqueues a GEMM over the codes of its input. `p` holds everything but the operands.
     ///
     /// # Safety
     /// As [`gemm::enqueue_e4m3`].
@@ -347,7 +347,7 @@ impl Activations {
         let w_scales = weights.scales_of(gemm.matrix.number(layer));
         let is_last = (layer + 1, gemm.matrix) == (self.layers, Matrix::Down);
         let codes = match epilogue {
-            // The head reads bf16.
+            // After the last layer comes the head, which reads bf16.
             Epilogue::Add if !is_last => self.of(Input::Normed),
             Epilogue::SwiGlu if gemm::leaves_codes(device, p.m - p.first_row, p.n) => self.of(Input::Activation),
             _ => CodedRows::default(),

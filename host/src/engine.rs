@@ -1,4 +1,4 @@
-//! The engine: a checkpoint on a device, and text out of it.
+//! The engine: runs a checkpoint on a device and returns text.
 
 use std::collections::BTreeMap;
 use std::iter;
@@ -21,17 +21,19 @@ pub enum DeviceChoice {
     Auto,
     /// The CPU reference.
     Cpu,
-    /// A CUDA card.
+    /// The CUDA card with this number.
     Cuda(u32),
-    /// The GPU path, lane by lane on the CPU: for checking.
+    /// The GPU path, run lane by lane on the CPU, for checking.
     Emulator,
 }
 
 impl DeviceChoice {
-    /// The device; none for the CPU. Waits for it, if it was [begun](Self::open_ahead) with the same options.
+    /// Opens the device; none for the CPU. If opening was [begun](Self::open_ahead) with the same options, waits for
+    /// that.
     ///
     /// # Errors
-    /// No driver or no such card where one was chosen, or a card that is too old; a file of kernels without a card.
+    /// The CUDA driver or the chosen card is missing, or the card is too old; a file of kernels was given without a
+    /// card.
     pub fn open(self, options: &DeviceOptions) -> Result<Option<Device>, Error> {
         ahead::fetch(self, options).unwrap_or_else(|| self.open_now(options))
     }
@@ -70,42 +72,43 @@ impl std::str::FromStr for DeviceChoice {
     }
 }
 
-/// What [`Engine::load`] needs beside the checkpoint.
+/// What [`Engine::load`] needs besides the checkpoint.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
     /// Where to run.
     pub device: DeviceChoice,
-    /// How the device is opened.
+    /// The options to open the device with.
     pub options: DeviceOptions,
-    /// Most tokens of prompt and answer together; none takes [`LoadOptions::DEFAULT_CONTEXT`] or what the model allows,
-    /// the less; in a batch on a card what the model allows, as far as there is memory.
+    /// Most tokens of prompt and answer together. Without it, the smaller of [`LoadOptions::DEFAULT_CONTEXT`] and what
+    /// the model allows. In a batch on a card, without it, as much as the model allows and memory holds.
     pub context: Option<usize>,
-    /// A model or a head that drafts for the other, if there is one.
+    /// A model or head that drafts for the checkpoint, if any.
     pub draft_model: Option<DraftCheckpoint>,
 }
 
 impl LoadOptions {
-    /// On this device, with the context that is taken where none is asked for.
+    /// Options for this device, with no context given and no draft model.
     pub fn on(device: DeviceChoice) -> Self {
         Self { device, options: DeviceOptions::default(), context: None, draft_model: None }
     }
 
-    /// The context where none is asked for.
+    /// The context if none is given, in tokens.
     pub const DEFAULT_CONTEXT: usize = 8192;
 
     /// Most tokens of prompt and answer together, for a model of this config.
     ///
     /// # Errors
-    /// [`Error::ContextTooLong`].
+    /// [`Error::ContextTooLong`] if the given context is more than the model allows.
     pub fn context_for(&self, config: &Config) -> Result<usize, Error> {
         let most = config.max_position_embeddings;
         let context = self.context.unwrap_or(Self::DEFAULT_CONTEXT.min(most));
         if context > most { Err(Error::ContextTooLong { context, most }) } else { Ok(context) }
     }
 
-    /// What the context of a batch on a card may be, the longest first, of which that is taken that there is memory
-    /// for: what is asked for; or the model's most, halves of it, and what [`context_for`](Self::context_for) says. A
-    /// cache of so many tokens, if that is said, is not made larger for it.
+    /// The contexts to try for a batch on a card, the longest first. The batch takes the first that memory has room
+    /// for. If a context was given, it is the only one. Otherwise the list begins with the model's most, goes on with
+    /// halves of it, and ends with [`context_for`](Self::context_for). `cache_tokens`, if given, bounds them, since the
+    /// cache is not enlarged for a longer context.
     pub(crate) fn batch_contexts(&self, config: &Config, cache_tokens: Option<usize>) -> Result<Vec<usize>, Error> {
         let least = self.context_for(config)?;
         let most = match self.context {
@@ -117,27 +120,27 @@ impl LoadOptions {
     }
 }
 
-/// One piece of work.
+/// A prompt to answer, and how.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Token ids.
+    /// The prompt's token ids, at least one.
     pub prompt: Vec<u32>,
-    /// Most tokens to generate; `usize::MAX` is up to the end of the context.
+    /// Most tokens to generate. `usize::MAX` means up to the end of the context.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Who proposes drafts, if anyone.
+    /// How drafts are made. None: no drafts.
     pub draft: Option<Draft>,
-    /// Texts that end the answer, which does not include them.
+    /// Texts that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// Whether to go on past end tokens; not with a form, whose end is one.
+    /// Whether to go on past end tokens. Not allowed with a form, which ends with such a token.
     pub ignore_end: bool,
-    /// What the answer has to look like, if that is said: of [`Forms`](model::Forms) for this model.
+    /// The form that the answer must have, if any. Compiled by [`Forms`](model::Forms) for this model.
     pub form: Option<Form>,
 }
 
 impl Request {
-    /// Checks that it can be answered by a model with a vocabulary of this size, prompt and length apart.
+    /// Checks everything but the prompt and the length, for a model with a vocabulary of this size.
     pub(crate) fn check(&self, vocab_size: usize) -> Result<(), Error> {
         self.sampling.check()?;
         match &self.form {
@@ -148,19 +151,20 @@ impl Request {
     }
 }
 
-/// Who is told of an answer while it is made, and may stop it.
+/// Follows an answer while it is made, and may stop it.
 pub trait Listener {
-    /// `done` of the `total` tokens of the prompt that are not cached were read. Not told of a short prompt.
+    /// Called when `done` of the prompt's `total` uncached tokens were read. Not called for a prompt that is read in
+    /// one piece.
     fn prompt(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         let _ = (done, total);
         ControlFlow::Continue(())
     }
 
-    /// After every token: the text that became certain by it, which may be none.
+    /// Called after every token with the text that became certain by it, which may be empty.
     fn text(&mut self, text: &str) -> ControlFlow<()>;
 }
 
-/// A function that is told the text alone.
+/// A listener that passes only the text to a function.
 struct OnText<'a>(&'a mut dyn FnMut(&str) -> ControlFlow<()>);
 
 impl Listener for OnText<'_> {
@@ -172,9 +176,9 @@ impl Listener for OnText<'_> {
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The model said so, or a stop text came.
+    /// The model chose an end token, or a stop text was found.
     Stop,
-    /// The most tokens were reached.
+    /// The answer reached the most tokens.
     Length,
     /// The caller asked to stop.
     Interrupted,
@@ -185,11 +189,11 @@ pub enum Finish {
 pub struct Generation {
     /// The text, without end tokens and stop texts.
     pub text: String,
-    /// Every generated token, an end token included.
+    /// All generated tokens, an end token included.
     pub tokens: Vec<u32>,
     /// Why it ended.
     pub finish: Finish,
-    /// How it went.
+    /// Counts and times.
     pub statistics: Statistics,
 }
 
@@ -198,44 +202,44 @@ pub struct Generation {
 pub struct Statistics {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Those that were in the cache already.
+    /// Tokens of the prompt that were in the cache already.
     pub cached_tokens: usize,
-    /// From the request to the first token: the prompt's time.
+    /// Time from the request to the first token. This is the time for the prompt.
     pub first_token: Duration,
-    /// From the first token to the last.
+    /// Time from the first token to the end.
     pub decode: Duration,
     /// Tokens generated.
     pub tokens: usize,
-    /// Decode steps, which come after the first token.
+    /// Decode steps. The step that gives the first token is not counted.
     pub steps: usize,
-    /// Drafts tried.
+    /// Drafts that were tried.
     pub drafted: usize,
-    /// Drafts confirmed.
+    /// Drafts that the model confirmed.
     pub accepted: usize,
-    /// Those of them that a draft model proposed; an n-gram match did the others.
+    /// The drafts among them that a draft model or head proposed. The others came from n-gram matches.
     pub by_model: Drafted,
-    /// How many steps brought how many tokens.
+    /// For each number of tokens, how many decode steps gave that many.
     pub step_lengths: BTreeMap<usize, usize>,
 }
 
 impl Statistics {
-    /// Drafts that an n-gram match proposed.
+    /// The drafts that n-gram matches proposed.
     pub fn drafted_by_ngram(&self) -> Drafted {
         let Drafted { drafted, accepted } = self.by_model;
         Drafted { drafted: self.drafted - drafted, accepted: self.accepted - accepted }
     }
 
-    /// Prompt tokens a second.
+    /// Prompt tokens read per second, without those that were cached.
     pub fn prompt_rate(&self) -> f64 {
         rate(self.prompt_tokens - self.cached_tokens, self.first_token)
     }
 
-    /// Generated tokens a second, the first one's time left out.
+    /// Generated tokens per second, without the first token and its time.
     pub fn decode_rate(&self) -> f64 {
         rate(self.tokens.saturating_sub(1), self.decode)
     }
 
-    /// Tokens a step, 1 without drafts.
+    /// Mean tokens per decode step: 1 without drafts, 0 if there were no steps.
     pub fn mean_accepted_length(&self) -> f64 {
         let tokens: usize = self.step_lengths.iter().map(|(length, count)| length * count).sum();
         if self.steps == 0 { 0.0 } else { tokens as f64 / self.steps as f64 }
@@ -254,12 +258,12 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Loads `checkpoint`; `progress` is told the bytes. Every weight is checked to be finite, so the checkpoint may
-    /// have been opened without that check.
+    /// Loads `checkpoint`. `progress` is called with the bytes loaded so far and in all. Every weight is checked to be
+    /// finite, so the checkpoint may have been opened without that check.
     ///
     /// # Errors
-    /// No such device, a device too small (said before anything is loaded), shapes that it does not cover, or
-    /// [`Error::Interrupted`].
+    /// There is no such device; it has too little memory (found out before anything is loaded) or does not cover the
+    /// model's shapes; the draft model does not suit; or [`Error::Interrupted`] if `progress` broke.
     pub fn load(checkpoint: Checkpoint, options: LoadOptions, progress: &mut Progress<'_>) -> Result<Self, Error> {
         let context = options.context_for(&checkpoint.config)?;
         let draft = options.draft_model.as_ref();
@@ -270,12 +274,12 @@ impl Engine {
         Ok(Self { checkpoint, backend, profile: None })
     }
 
-    /// What was loaded.
+    /// The loaded checkpoint.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 
-    /// What it runs on, for a person.
+    /// The name of the device, for a person to read.
     pub fn device(&self) -> String {
         self.backend.device()
     }
@@ -285,7 +289,7 @@ impl Engine {
         self.backend.capacity()
     }
 
-    /// Adds to `profile` from now on. Steps that a device notes the phases of are then waited for one by one.
+    /// Adds all further work to `profile`. If the device records phases, each step is then waited for.
     ///
     /// # Errors
     /// A device error.
@@ -294,7 +298,7 @@ impl Engine {
         self.backend.note_phases(true)
     }
 
-    /// Ends the profile that was begun, and gives what was recorded.
+    /// Ends the profile and returns it. None if no profile was begun.
     ///
     /// # Errors
     /// A device error.
@@ -303,14 +307,14 @@ impl Engine {
         Ok(self.profile.take())
     }
 
-    /// Adds to the profile what was done since `start`, if there is one.
+    /// Adds the time since `start` to the profile, if there is one.
     fn note(&mut self, name: &'static str, start: Instant, numbers: &[(&'static str, u64)]) {
         if let Some(profile) = &mut self.profile {
             profile.span(name, start, numbers);
         }
     }
 
-    /// Likewise a decode step, with what the device notes of it.
+    /// Adds a decode step to the profile, if there is one, with the phases that the device recorded.
     fn note_step(&mut self, start: Instant, step: &Step) -> Result<(), Error> {
         let Some(profile) = &mut self.profile else { return Ok(()) };
         let (seen, drafted, tokens) = (Instant::now(), step.drafted as u64, step.tokens.len() as u64);
@@ -344,8 +348,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Answers `request`. `on_text` is told after every token the text that became certain by it, which may be none,
-    /// and may stop the answer.
+    /// Answers `request`. Calls `on_text` after every token but an end token, with the text that became certain by that
+    /// token, which may be empty. Calls it once more at the end if text was held back. Breaking stops the answer.
     ///
     /// # Errors
     /// A prompt that is empty or does not fit, a setting out of range, or a device error.
@@ -357,8 +361,8 @@ impl Engine {
         self.generate_for(request, &mut OnText(on_text))
     }
 
-    /// As [`generate`](Self::generate); `listener` is also told how far the prompt is read. Stopped there, the answer
-    /// is empty.
+    /// As [`generate`](Self::generate), but `listener` also hears how much of the prompt was read. If it breaks there,
+    /// the answer is empty.
     ///
     /// # Errors
     /// As [`generate`](Self::generate).
@@ -388,7 +392,7 @@ impl Engine {
         };
         statistics.cached_tokens = match self.backend.begin(&sequence, &mut |done, total| listener.prompt(done, total))
         {
-            // Stopped before there was a token.
+            // Stopped before the first token.
             Err(Error::Interrupted) => {
                 return Ok(Generation { text: text.all, tokens, finish: Finish::Interrupted, statistics });
             }
@@ -443,14 +447,16 @@ impl Engine {
     }
 }
 
-/// The text of an answer: decoded as tokens come, held back where a stop text may be beginning.
+/// The text of an answer. It is decoded as tokens come. The end of the text is held back while it may begin a stop
+/// text.
 pub(crate) struct Text {
     stream: TokenStream,
     stop: Vec<String>,
+    /// All text so far, the held-back end included.
     pub(crate) all: String,
-    /// Bytes of `all` that were handed out.
+    /// Bytes of `all` that were given out.
     told: usize,
-    /// Whether a stop text came; `all` ends before it.
+    /// Whether a stop text was found. `all` then ends before it.
     pub(crate) stopped: bool,
 }
 
@@ -459,7 +465,7 @@ impl Text {
         Self { stream, stop: stop.to_vec(), all: String::new(), told: 0, stopped: false }
     }
 
-    /// Takes a token, and gives the text that is now certain.
+    /// Takes a token and returns the text that is certain now and was not returned before.
     pub(crate) fn push(&mut self, token: u32) -> &str {
         if let Some(piece) = self.stream.push(token) {
             self.all.push_str(&piece);
@@ -467,7 +473,7 @@ impl Text {
         self.tell(false)
     }
 
-    /// The text that was held back.
+    /// Ends the answer and returns the text that was held back.
     pub(crate) fn finish(&mut self) -> &str {
         if !self.stopped
             && let Some(piece) = self.stream.flush()
@@ -492,7 +498,7 @@ impl Text {
     }
 }
 
-/// The longest end of `text` that begins `stop`.
+/// Length of the longest end of `text` that is a beginning of `stop`, but not all of it.
 fn overlap(text: &str, stop: &str) -> usize {
     let starts = stop.char_indices().map(|(i, _)| i).skip(1);
     starts.filter(|&n| text.ends_with(&stop[..n])).max().unwrap_or(0)

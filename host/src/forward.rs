@@ -1,4 +1,4 @@
-//! The forward pass on a device: which kernels, over which memory, in which order.
+//! The forward pass on a device: its kernels, their order, and the memory that they work in.
 
 mod batched;
 mod capacity;
@@ -41,8 +41,8 @@ use crate::prefill::Prefill;
 use crate::timed::timed;
 use crate::weights::DeviceWeights;
 
-/// A model on a device with the memory of its sequences: cache, activations, logits. Everything is allocated here, and
-/// nothing while it runs.
+/// A model on a device, with the memory of its sequences: KV cache, activations, logits. All memory is allocated in
+/// advance; passes allocate nothing.
 pub struct Forward {
     device: Device,
     config: Config,
@@ -70,37 +70,37 @@ pub struct Forward {
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
     batched: Option<Batched>,
-    /// Of a model whose GEMMs are of e4m3.
+    /// Present if the model's GEMMs are of e4m3.
     coded: Option<Coded>,
-    /// Of a model that a head drafts for.
+    /// Present if a head drafts for this model.
     states: Option<HiddenStates>,
-    /// Of a model whose rows may be a tree.
+    /// Present if this model's steps may be trees.
     tree: Option<Tree>,
-    /// Of a head.
+    /// Present if this is a head.
     pairs: Option<Pairs>,
 }
 
-/// What is wanted of a step's rows.
+/// Which outputs are wanted of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOutput {
-    /// Nothing: a chunk of a prompt that is not its last.
+    /// Nothing. For a chunk of a prompt that is not the last.
     None,
-    /// Logits of those from this row on.
+    /// The logits of the rows from this one on.
     LogitsFrom(u32),
-    /// The best token of each; logits of all where a pass cannot tell that without.
+    /// The best token of each row. A pass that cannot find it without logits leaves the logits of all rows.
     Best,
 }
 
 impl RowOutput {
-    /// Whether a pass over `count` rows can have it.
+    /// Checks that a pass over `count` rows can give this output.
     ///
     /// # Panics
-    /// If not.
+    /// If it cannot.
     fn check(self, count: usize) {
         assert!(self.first().is_none_or(|row| row as usize <= count), "{self:?} of {count} rows");
     }
 
-    /// The first row that wants logits, if any does and logits are the only output.
+    /// The first row that needs logits, for a pass whose only output is logits. None if no row does.
     pub fn first(self) -> Option<u32> {
         match self {
             Self::None => None,
@@ -110,53 +110,56 @@ impl RowOutput {
     }
 }
 
-/// Which rows meet in attention.
+/// The tiles of attention: groups of rows that are attended together.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles {
-    /// `[count, 2]` as [`AttendTiles::tiles`](gpu_kernels::attention::AttendTiles::tiles) has them; 16-byte aligned.
+    /// `[count, 2]`, in the form of [`AttendTiles::tiles`](gpu_kernels::attention::AttendTiles::tiles); 16-byte
+    /// aligned.
     pub list: Global<u32>,
-    /// How many there are.
+    /// The number of tiles.
     pub count: u32,
 }
 
-/// Rows of a pass over any sequences, and what the host knows of them.
+/// The rows of a pass, which may be of any sequences, and what the host knows about them.
 #[derive(Clone, Copy, Debug)]
 pub struct Pass {
-    /// The rows; a planning kernel or the host has filled them in by the time that they run.
+    /// The rows. A planning kernel or the host has filled them in when the pass runs.
     pub rows: Rows,
-    /// At most so many.
+    /// An upper bound of the number of rows.
     pub most_rows: u32,
-    /// Their positions are below this.
+    /// All positions are below this.
     pub end: u32,
-    /// Their tiles of attention; none: all rows are of one sequence.
+    /// The tiles of attention. None: all rows are of one sequence.
     pub tiles: Option<Tiles>,
-    /// What is wanted of the rows.
+    /// The output that is wanted.
     pub output: RowOutput,
 }
 
-/// What the rows of a pass are to each other.
+/// How the rows of a pass relate to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowsOf {
-    /// Of one sequence: they follow each other.
+    /// All rows are of one sequence, at consecutive positions.
     OneSequence,
-    /// Of several sequences: those of one lie together, and follow each other.
+    /// The rows are of several sequences. Rows of the same sequence are adjacent and at consecutive positions.
     Sequences,
 }
 
 impl RowsOf {
-    /// What rows of these sequences are to each other; those of one lie together, and follow each other.
+    /// The relation of rows whose sequences are these. Rows of the same sequence must be adjacent and at consecutive
+    /// positions.
     pub fn of(sequences: &[u32]) -> Self {
         if sequences.windows(2).all(|two| two[0] == two[1]) { Self::OneSequence } else { Self::Sequences }
     }
 }
 
-/// Whether the decode kernel takes a pass of up to `most_rows` rows.
+/// Whether a pass of up to `most_rows` rows is small enough for the decode kernel.
 pub fn is_for_few(most_rows: u32) -> bool {
     most_rows <= MAX_DECODE_ROWS
 }
 
 impl Forward {
-    /// Allocates everything for one sequence of up to `capacity` tokens, whose pages lie in order.
+    /// Allocates everything for one sequence of up to `capacity` tokens. Page `i` of the sequence is page `i` of the
+    /// cache.
     ///
     /// # Errors
     /// As [`with_room`](Self::with_room).
@@ -167,20 +170,20 @@ impl Forward {
         Ok(forward)
     }
 
-    /// Allocates everything for sequences whose page tables are for the caller to fill in; until then every page is
-    /// the first.
+    /// Allocates everything for several sequences. The caller fills in their page tables; until then, every entry names
+    /// page 0.
     ///
     /// # Errors
     /// A shape that the kernels do not [cover](Self::check), weights of another shape or on another card, too little
     /// memory, or a driver error.
     ///
     /// # Panics
-    /// If there is room for no page: a bug of the caller.
+    /// If `room` has no pages: a bug of the caller.
     pub fn with_room(device: &Device, config: &Config, weights: DeviceWeights, room: Capacity) -> Result<Self, Error> {
         Self::with_inputs(device, config, weights, room, None)
     }
 
-    /// The same for a model, or for a head, whose rows are made so.
+    /// As [`with_room`](Self::with_room). With `pairs`, this is a head, whose rows are made from them.
     fn with_inputs(
         device: &Device,
         config: &Config,
@@ -193,7 +196,7 @@ impl Forward {
         assert!(room.pages > 0, "a cache without pages");
         let (rows, splits) = (room.rows, room.splits());
         let coded = weights.e4m3().is_some();
-        // GEMMs write whole tiles of rows.
+        // GEMMs of e4m3 write whole tiles of rows.
         let of_gemms = if coded { Coded::rows(rows) } else { rows };
         let LayerPlan { hidden, attention, .. } = config.plan;
         let q = attention.query_size();
@@ -236,8 +239,7 @@ impl Forward {
         timed("cache and activations", forward)
     }
 
-    /// Allocates what the step in one launch needs, on a device that has the hardware; says whether there is such a
-    /// step.
+    /// Allocates what the decode kernel needs, if the device and the model suit it. Returns whether they do.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -247,22 +249,22 @@ impl Forward {
         Ok(self.decode.is_some())
     }
 
-    /// Bytes of the weights in fewer bytes than bf16 has, if steps read such.
+    /// Bytes of the weights in a format smaller than bf16, if steps read one.
     pub fn compact_bytes(&self) -> Option<u64> {
         self.weights.compact.bytes()
     }
 
-    /// Bytes of the head as steps of one row read it, if it is packed for them beside codes.
+    /// Bytes of the packed head that steps of one row read, if the head was packed alone.
     pub fn packed_head_bytes(&self) -> Option<u64> {
         self.weights.packed_head.as_ref().map(Packed::bytes)
     }
 
-    /// The step in one launch, if it was prepared; its counters must be zero when it begins.
+    /// The decode kernel, if it was [prepared](Self::prepare_decode). Its counters must be zero when it begins.
     pub fn decode(&self) -> Option<&Decode> {
         self.decode.as_ref()
     }
 
-    /// The counters of that step, for a planning kernel to zero; none where it was not prepared.
+    /// The counters of the decode kernel, for a planning kernel to zero; null if the decode kernel was not prepared.
     pub fn counters(&self) -> Counters {
         self.decode.as_ref().map_or(Counters::default(), |decode| {
             let counters = decode.counters();
@@ -270,8 +272,8 @@ impl Forward {
         })
     }
 
-    /// Zeroes them, after everything enqueued so far, for a pass that no kernel plans, and gives where it will leave
-    /// the ranks of the best tokens; none where that step was not prepared.
+    /// Enqueues the zeroing of the decode kernel's counters, for a pass that no kernel plans. Returns where the decode
+    /// kernel will leave the ranks of the best tokens; none if it was not prepared.
     ///
     /// # Errors
     /// A driver error.
@@ -281,7 +283,7 @@ impl Forward {
         Ok(Some(decode.best()))
     }
 
-    /// [`Decode::use_up_flags`], if it was prepared.
+    /// [`Decode::use_up_flags`], if the decode kernel was prepared.
     ///
     /// # Errors
     /// A driver error.
@@ -289,7 +291,8 @@ impl Forward {
         self.decode.as_mut().map_or(Ok(()), |decode| decode.use_up_flags(&self.config))
     }
 
-    /// From now on each decode step notes when its blocks passed which point, in place of what the one before noted.
+    /// Starts tracing: from now on, each run of the decode kernel records when its blocks passed which points, and
+    /// overwrites the record of the run before.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -299,13 +302,14 @@ impl Forward {
         Ok(())
     }
 
-    /// Nothing is noted any more.
+    /// Ends tracing.
     pub fn end_trace(&mut self) {
         self.trace = None;
     }
 
-    /// What the last step noted, if none was asked since: for each block, the points that it passed and when, in
-    /// nanoseconds. Waits for the device.
+    /// The trace of the last run of the decode kernel: for each block, the points that it passed and when, in
+    /// nanoseconds. The lists are empty if there was no run since the last call.
+    /// Waits for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -322,7 +326,7 @@ impl Forward {
         Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
     }
 
-    /// Fills the cache with `pattern`, over and over: for measuring. No page is packed then.
+    /// Fills the cache with repetitions of `pattern`, for measurements. No page counts as packed afterwards.
     ///
     /// # Errors
     /// A driver error.
@@ -333,7 +337,7 @@ impl Forward {
         self.cache.fill(pattern)
     }
 
-    /// The norm that the residual stream's reader has yet to divide by.
+    /// The norm by which readers of the residual stream still have to divide.
     fn norm(&self) -> Norm {
         self.residual().norm(self.config.rms_norm_eps)
     }
@@ -342,7 +346,7 @@ impl Forward {
         pages(self.room.context) as u32
     }
 
-    /// What a step works with, in one launch or many.
+    /// The memory that a step works in, whether it is one launch or many.
     fn workspace(&self, rows: Rows) -> Workspace {
         let c = &self.config;
         Workspace {
@@ -377,12 +381,12 @@ impl Forward {
         }
     }
 
-    /// Most tokens of a sequence.
+    /// Most tokens that a sequence may have.
     pub fn capacity(&self) -> usize {
         self.room.context
     }
 
-    /// How much there is memory for.
+    /// The sizes that memory was allocated for.
     pub fn room(&self) -> Capacity {
         self.room
     }
@@ -392,13 +396,13 @@ impl Forward {
         &self.cache
     }
 
-    /// Writes the [page tables](Self::page_tables) from the first on, after everything enqueued so far.
+    /// Writes the [page tables](Self::page_tables), beginning with the first, after everything enqueued so far.
     ///
     /// # Errors
     /// A driver error.
     ///
     /// # Panics
-    /// If there are more than fit, or the cache has no such page: a bug of the caller.
+    /// If there are more entries than fit, or an entry names a page that the cache does not have: a bug of the caller.
     pub fn set_page_tables(&mut self, tables: &[u32]) -> Result<(), Error> {
         let pages = self.cache.pages();
         if let Some(page) = tables.iter().find(|&&page| page as usize >= pages) {
@@ -407,7 +411,7 @@ impl Forward {
         self.page_table.write(0, tables)
     }
 
-    /// `[sequences, pages of the context]`: which page of the cache each page of a sequence is.
+    /// `[sequences, pages of the context]`: for each page of a sequence, the number of its page in the cache.
     pub fn page_tables(&self) -> &Buffer<u32> {
         &self.page_table
     }
@@ -422,7 +426,7 @@ impl Forward {
         &self.device
     }
 
-    /// The rows that the next pass runs; a planning kernel fills them in.
+    /// The lists of rows that the next pass runs. A planning kernel fills them in.
     pub fn rows(&self) -> Rows {
         Rows {
             count: self.row_count.ptr_mut(),
@@ -433,44 +437,45 @@ impl Forward {
         }
     }
 
-    /// `[rows, vocab]`, written by a pass for the rows that were asked for.
+    /// `[rows, vocab]`. A pass writes the logits of the rows that they were wanted for.
     pub fn logits(&self) -> &Buffer<f32> {
         &self.logits
     }
 
-    /// Enqueues a pass over the rows that [`rows`](Self::rows) will hold by then: at most `most_rows` of them, at
-    /// positions below `end`.
+    /// Enqueues a pass over the rows that [`rows`](Self::rows) holds when it runs: at most `most_rows` rows of one
+    /// sequence, at positions below `end`.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If there is no [room](Self::room) for so many rows or positions, or `output` is of others: a bug of the caller.
+    /// If there is no [room](Self::room) for so many rows or such positions, or `output` names other rows: a bug of the
+    /// caller.
     pub fn enqueue(&self, most_rows: u32, end: u32, output: RowOutput) -> Result<(), Error> {
         // SAFETY: the lists are of self; launches alone fill them in, and each is of rows that there is room for.
         unsafe { self.enqueue_rows(&Pass { rows: self.rows(), most_rows, end, tiles: None, output }).map(drop) }
     }
 
-    /// Whether there is room for a pass over so many rows, at positions below `end`.
+    /// Checks that there is room for a pass over `rows` rows, at positions below `end`.
     ///
     /// # Panics
-    /// If not.
+    /// If there is not.
     fn check_room(&self, rows: usize, end: usize) {
         let room = &self.room;
         assert!(rows <= room.rows, "{rows} rows, and room for {}", room.rows);
         assert!(end <= room.context, "positions below {end}, and room for {}", room.context);
     }
 
-    /// Enqueues a pass over rows of any sequences: as many as there is [room](Self::room) for. Those with tiles go
-    /// through the kernels that were [made ready](Self::prepare_batched) for many rows, if they were; the bits are the
-    /// same. Returns where the [rank](gpu_kernels::sample::rank) of each row's best token will be, if
-    /// [that](RowOutput::Best) is wanted and there are no logits for it.
+    /// Enqueues a pass over rows of any sequences, as many as there is [room](Self::room) for. If the pass has tiles
+    /// and [`prepare_batched`](Self::prepare_batched) was called, it takes the kernels for many rows. The bits are the
+    /// same on every path. If [best tokens](RowOutput::Best) are wanted and found without logits, returns where the
+    /// [rank](gpu_kernels::sample::rank) of each row's best token will be.
     ///
-    /// Where the host knows the rows, [`list_rows`](Self::list_rows) makes lists that were checked.
+    /// If the host knows the rows, [`list_rows`](Self::list_rows) makes lists for which this is safe.
     ///
     /// # Safety
-    /// When it runs, the pass's lists are what [`Pass`] says: at most so many rows, of sequences that there is room
-    /// for, at positions below its end; and tiles within the rows. All lists live until the device is done.
+    /// When it runs, the pass's lists are as [`Pass`] says: at most `most_rows` rows, of sequences that there is room
+    /// for, at positions below its `end`; and tiles within the rows. All lists live until the device is done.
     ///
     /// # Errors
     /// A refused launch.
@@ -486,11 +491,12 @@ impl Forward {
         }
     }
 
-    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows with the logits of all of them: in one launch
-    /// where there is a decode kernel, and otherwise as [`enqueue`](Self::enqueue). Both give the same bits.
+    /// Enqueues a pass over at most [`MAX_DECODE_ROWS`] rows of one sequence, with the logits of all of them. If there
+    /// is a decode kernel, the pass is one launch of it; otherwise it is as [`enqueue`](Self::enqueue). Both give the
+    /// same bits.
     ///
     /// # Safety
-    /// The [decode kernel](Self::decode)'s counters are zero when it begins, if there is one: a planning kernel sees to
+    /// If there is a [decode kernel](Self::decode), its counters are zero when it begins: a planning kernel sees to
     /// that.
     ///
     /// # Errors
@@ -510,13 +516,14 @@ impl Forward {
         }
     }
 
-    /// Enqueues a pass over rows of any sequences the way that is quickest on Hopper (docs/reference/performance.md):
-    /// up to [`MAX_DECODE_ROWS`] of them by the decode kernel if they are of one sequence, or each of another, and
-    /// otherwise as [`enqueue_rows`](Self::enqueue_rows) does. The bits are the same. Returns what that does.
+    /// Enqueues a pass over rows of any sequences, on the path that is quickest on Hopper
+    /// (docs/reference/performance.md). Up to [`MAX_DECODE_ROWS`] rows go through the decode kernel, if there is one;
+    /// all others go as in [`enqueue_rows`](Self::enqueue_rows). The bits are the same. The result is as that
+    /// function's.
     ///
     /// # Safety
-    /// As [`enqueue_rows`](Self::enqueue_rows); and they are to each other what is said. If they are of several
-    /// sequences, there are just so many as the pass has at most.
+    /// As [`enqueue_rows`](Self::enqueue_rows), and the rows relate to each other as `rows` says. If they are of
+    /// several sequences, there are exactly `most_rows` of them.
     ///
     /// # Errors
     /// A refused launch.
@@ -539,15 +546,15 @@ impl Forward {
         unsafe { self.enqueue_rows(pass) }
     }
 
-    /// Enqueues a step in one launch.
+    /// Enqueues a run of the decode kernel. `most` is the most rows and how they relate to each other.
     ///
     /// # Safety
-    /// The counters are zero by then; the rows are as [`enqueue_rows`](Self::enqueue_rows) says, at most so many, and
-    /// to each other what is said.
+    /// The counters are zero when it runs. The rows are as [`enqueue_rows`](Self::enqueue_rows) says, at most so many,
+    /// and relate to each other as `most` says.
     unsafe fn enqueue_decode_kernel(&self, decode: &Decode, rows: Rows, most: (u32, RowsOf)) -> Result<(), Error> {
         let c = &self.config;
         if let Some(trace) = &self.trace {
-            // It has room for one step.
+            // The trace has room for one run only.
             trace.enqueue_clear()?;
         }
         let eagle = |pairs: &Pairs| EagleStep { pairs: pairs.rows(), own: pairs.own() };

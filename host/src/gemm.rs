@@ -1,4 +1,5 @@
-//! GEMMs for many rows: which kernel of `gpu_kernels::gemm` and which grid, and what its tensor maps describe.
+//! Launches of the GEMMs for many rows: the choice of the kernel of `gpu_kernels::gemm` and of its grid, and what its
+//! tensor maps describe.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,22 +12,23 @@ use half::bf16;
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// What a layer does with its sums.
+/// What a GEMM does with its sums. A row's *factor* is that of its RMS norm, which is applied to the sums (see
+/// `gpu_kernels::norm`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Makes them queries, keys and values, each row times its factor.
+    /// Multiplies each row by its factor, and makes queries, keys and values of it.
     Qkv,
-    /// Writes them in f32, each row times its factor.
+    /// Multiplies each row by its factor, and writes it in f32.
     Write,
-    /// SwiGLU of gate and up, each row times its factor.
+    /// Multiplies each row by its factor, and writes SwiGLU of gate and up.
     SwiGlu,
-    /// Adds them to the residual stream and prepares the norm that follows.
+    /// Adds the sums to the residual stream and prepares the norm that follows.
     Add,
-    /// Something else, with kernels that are not this crate's.
+    /// Something else, by kernels of another crate.
     Other(&'static Family),
 }
 
-/// The kernels of an epilogue, one for each [`Cut`]: for those who bring their own.
+/// The kernels of an epilogue from outside this crate, one for each [`Cut`]. Families with the same name compare equal.
 pub struct Family {
     name: &'static str,
     launch: [Launch; Cut::ALL.len()],
@@ -37,7 +39,7 @@ pub struct Family {
 type Launch = unsafe fn(&Device, u32, u32, Gemm) -> Result<(), Error>;
 
 impl Family {
-    /// Kernels in the order of [`Cut::ALL`], which a message calls `name`.
+    /// A family of these kernels, in the order of [`Cut::ALL`]. Messages call it `name`.
     pub const fn of<N128, N192, N256, Cluster2x1, Cluster4x2>(name: &'static str) -> Self
     where
         N128: Kernel<Params = Gemm>,
@@ -105,20 +107,21 @@ impl fmt::Debug for Family {
     }
 }
 
-/// How a GEMM is cut into tiles; all give the same bits.
+/// How a GEMM is cut into tiles. Every cut gives the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// 128 rows × 128 weight rows; not for SwiGLU.
+    /// 128 rows × 128 weight rows. Not for SwiGLU.
     N128,
-    /// 128 rows × 192 weight rows, in twos: two neighbours share 128, of which each takes half of the rows. Not for
-    /// SwiGLU, nor to add, nor with a bias.
+    /// 128 rows × 192 weight rows. Two neighbouring blocks cover 384 weight rows: each has 128 of its own, and of the
+    /// 128 that they share each computes half of the rows. Not for SwiGLU, not for [`Add`](Epilogue::Add), and not with
+    /// a bias.
     N192,
     /// 128 rows × 256 weight rows.
     N256,
     /// As [`N256`](Self::N256), in clusters of 2 × 1 blocks that share the weights.
     Cluster2x1,
-    /// As [`N256`](Self::N256), in clusters of 4 × 2 blocks, of which four share weights and two share rows, as far as
-    /// those fit the card; in clusters of 2 × 1 beside them.
+    /// As [`N256`](Self::N256), in clusters of 4 × 2 blocks: the four above each other share weights, the two side by
+    /// side share rows. SMs that such clusters do not fit run clusters of 2 × 1 in a second launch.
     Cluster4x2,
 }
 
@@ -147,10 +150,10 @@ macro_rules! of_kernel {
 }
 
 impl Cut {
-    /// All there are.
+    /// Every cut.
     pub const ALL: [Self; 5] = [Self::N128, Self::N192, Self::N256, Self::Cluster2x1, Self::Cluster4x2];
 
-    /// Blocks that take tiles together: one above the other, and side by side.
+    /// Blocks that take tiles together: how many above each other, and how many side by side.
     const fn together(self) -> [u32; 2] {
         match self {
             Self::N128 | Self::N256 => [1, 1],
@@ -160,24 +163,24 @@ impl Cut {
         }
     }
 
-    /// How many those are.
+    /// The number of blocks that take tiles together.
     const fn blocks(self) -> u32 {
         self.together()[0] * self.together()[1]
     }
 
-    /// Rows and weight rows of the tiles that are taken together.
+    /// Rows and weight rows that such a group of blocks covers at a time.
     const fn size(self) -> [u32; 2] {
         let [down, across] = self.together();
         [down * TILE_ROWS, if matches!(self, Self::N192) { 384 } else { across * self.weight_rows() }]
     }
 
-    /// Tiles (or as many as are taken together) of so many rows and weight rows.
+    /// The number of tiles in `m` rows × `n` weight rows. Tiles that are taken together count as one.
     const fn tiles(self, m: u32, n: u32) -> u32 {
         let [rows, weight_rows] = self.size();
         m.div_ceil(rows) * n.div_ceil(weight_rows)
     }
 
-    /// Weight rows of a tile, as [`Gemm::shared_bytes`] has them.
+    /// Weight rows of a tile, as [`Gemm::shared_bytes`] takes them.
     const fn weight_rows(self) -> u32 {
         match self {
             Self::N128 => 128,
@@ -186,7 +189,8 @@ impl Cut {
         }
     }
 
-    /// The one that is done first: rounds of tiles, times [what a round takes](crate::tuning::GemmTuning::rounds).
+    /// The cut with the least estimated time: rounds of tiles, times [the time of a
+    /// round](crate::tuning::GemmTuning::rounds).
     fn best(device: &Device, epilogue: Epilogue, m: u32, n: u32, has_bias: bool) -> Self {
         let tuning = &device.capabilities().tuning().gemm;
         let cost = |cut: &Self| cut.cost(device, epilogue, m, n);
@@ -194,7 +198,7 @@ impl Cut {
             Self::N128 => epilogue != Epilogue::SwiGlu,
             Self::N192 => !has_bias && matches!(epilogue, Epilogue::Qkv | Epilogue::Write | Epilogue::Other(_)),
             Self::N256 => true,
-            // Sharing pays with many rows.
+            // `Write` has no kernels in clusters. For the others, sharing tiles pays with many rows.
             Self::Cluster2x1 | Self::Cluster4x2 if epilogue == Epilogue::Write => false,
             Self::Cluster2x1 => m >= tuning.cluster_rows,
             Self::Cluster4x2 => m >= tuning.cluster_rows || m.is_multiple_of(tuning.whole_cluster_rows),
@@ -202,31 +206,32 @@ impl Cut {
         Self::ALL.into_iter().filter(can).min_by_key(cost).unwrap_or(Self::N256)
     }
 
-    /// What a GEMM takes so, in the units of [`GemmTuning::rounds`](crate::tuning::GemmTuning::rounds).
+    /// The estimated time of a GEMM in this cut, in the units of
+    /// [`GemmTuning::rounds`](crate::tuning::GemmTuning::rounds).
     fn cost(self, device: &Device, epilogue: Epilogue, m: u32, n: u32) -> u32 {
         let tuning = &device.capabilities().tuning().gemm;
-        // Of a single round nothing would be left of what 4 × 2 clusters gain.
+        // 4 × 2 clusters need a second launch. In a GEMM of a single round it costs all that they gain.
         let launches = if self == Self::Cluster4x2 { tuning.second_launch } else { 0 };
         TileSchedule::new(device, epilogue, self, m, n).rounds * tuning.rounds[self as usize] + launches
     }
 }
 
-/// The tile scheduler: which weight rows of a GEMM go to the clusters (or blocks) of a cut, and which to 2 × 1 clusters
-/// beside them.
+/// The host's part of the tile scheduler: how a GEMM's weight rows are divided between the clusters (or blocks) of a
+/// cut, and 2 × 1 clusters beside them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct TileSchedule {
-    /// Clusters at once.
+    /// The cut's clusters (or blocks) that run at once.
     clusters: u32,
-    /// Those have so many weight rows, the first.
+    /// The weight rows that those compute, from the first on. The 2 × 1 clusters compute the others.
     weight_rows: u32,
-    /// Clusters of 2 × 1 at once.
+    /// 2 × 1 clusters that run beside them.
     clusters_2x1: u32,
-    /// Tiles of a block, one after another.
+    /// Tiles that a block takes, one after another.
     rounds: u32,
 }
 
 impl TileSchedule {
-    /// Of a GEMM with so many rows and weight rows.
+    /// The schedule of a GEMM of `m` rows and `n` weight rows.
     fn new(device: &Device, epilogue: Epilogue, cut: Cut, m: u32, n: u32) -> Self {
         let sms = device.sms();
         let shared = Gemm::shared_bytes(cut.weight_rows());
@@ -237,8 +242,9 @@ impl TileSchedule {
         Self::of(cut, clusters, sms, m, n)
     }
 
-    /// To a cut's clusters, of which `most` fit, and 2 × 1 clusters on the `sms` that those leave: to as many clusters
-    /// as can be without a round more than 2 × 1 clusters alone would take.
+    /// The same schedule where `most` of the cut's clusters fit on `sms` SMs. With 4 × 2 clusters, as many of them run
+    /// as possible, and 2 × 1 clusters on the SMs that remain, as long as that takes no more rounds than 2 × 1 clusters
+    /// alone would.
     fn of(cut: Cut, most: u32, sms: u32, m: u32, n: u32) -> Self {
         if cut != Cut::Cluster4x2 {
             return Self { clusters: most, weight_rows: n, clusters_2x1: 0, rounds: cut.tiles(m, n).div_ceil(most) };
@@ -257,14 +263,14 @@ impl TileSchedule {
     }
 }
 
-/// What orders the two launches of a GEMM in [4 × 2 clusters](Cut::Cluster4x2), for one queue.
+/// Orders the two launches of a GEMM in [4 × 2 clusters](Cut::Cluster4x2). Each queue needs one of its own.
 pub struct Beside {
     word: Buffer<u32>,
     products: AtomicU32,
 }
 
 impl Beside {
-    /// For GEMMs of the queue of `device`.
+    /// For GEMMs on the queue of `device`.
     ///
     /// # Errors
     /// Too little memory.
@@ -279,13 +285,13 @@ impl Beside {
     }
 }
 
-/// What a GEMM of `m` rows and `n` weight rows of `k` input features takes, beside others: rounds of tiles, of which
-/// the last may leave SMs idle.
+/// The estimated cost of a GEMM of `m` rows and `n` weight rows of `k` input features, for comparison with other GEMMs'
+/// costs: it has no unit. It counts rounds of tiles, of which the last may leave SMs idle.
 pub fn cost(device: &Device, epilogue: Epilogue, [m, n, k]: [u32; 3]) -> u64 {
     u64::from(Cut::best(device, epilogue, m, n, false).cost(device, epilogue, m, n)) * u64::from(k)
 }
 
-/// Rows and weight rows of a GEMM.
+/// Rows and weight rows that the GEMM computes.
 fn size(epilogue: Epilogue, p: &Gemm) -> (u32, u32) {
     let n = p.n - p.first_feature;
     (p.m - p.first_row, if epilogue == Epilogue::SwiGlu { 2 * n } else { n })
@@ -295,23 +301,24 @@ fn matrix(at: Global<bf16>, rows: usize, columns: usize, tile_rows: u32) -> Matr
     Matrix::dense(at.addr(), rows as u64, columns as u64, tile_rows)
 }
 
-/// Rows of bf16 `[rows, columns]` that a GEMM reads.
+/// Describes bf16 `[rows, columns]` at `x` as what a GEMM reads.
 pub fn rows(x: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(x, rows, columns, TILE_ROWS)
 }
 
-/// Rows of bf16 `[rows, columns]` that a GEMM writes.
+/// Describes bf16 `[rows, columns]` at `y` as what a GEMM writes.
 pub fn out(y: Global<bf16>, rows: usize, columns: usize) -> Matrix {
     matrix(y, rows, columns, gemm::BOX)
 }
 
-/// Enqueues a GEMM, cut as is best; `p.band` and `p.beside` are chosen here. Nobody else uses `beside` meanwhile.
+/// Enqueues a GEMM in the cut with the least estimated time. Chooses `p.band` and `p.beside` itself. Nobody else uses
+/// `beside` meanwhile.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`Gemm`] says.
 ///
 /// # Errors
-/// A refused launch; [`Error::Recording`] where it is recorded and would take two launches.
+/// A refused launch; [`Error::Recording`] if work is being recorded and the GEMM would take two launches.
 pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     if m == 0 || n == 0 {
@@ -322,7 +329,7 @@ pub unsafe fn enqueue(device: &Device, beside: &Beside, epilogue: Epilogue, p: G
     unsafe { enqueue_cut(device, beside, epilogue, cut, p) }
 }
 
-/// As [`enqueue`], cut as is said (what has no such kernel takes [`Cut::N256`]).
+/// As [`enqueue`], in this `cut`, or in [`Cut::N256`] if there is no such kernel.
 ///
 /// # Safety
 /// As [`enqueue`].
@@ -357,7 +364,7 @@ pub unsafe fn enqueue_cut(
         if border == p.first_feature {
             return launch(device, epilogue, Cut::Cluster2x1, schedule.clusters_2x1, p);
         }
-        // The number of the pair would repeat.
+        // A recording that is launched again would repeat the pair's number, and the second launch would not wait.
         device.refuse_while_recording("a product in two launches, side by side,")?;
         let [first, second] = beside.next();
         launch(device, epilogue, cut, schedule.clusters, Gemm { n: border, beside: first, ..p })?;
@@ -371,11 +378,11 @@ pub unsafe fn enqueue_cut(
     }
 }
 
-/// Rounds of tiles up to which a GEMM of e4m3 begins early: with more, blocks get whatever SM is free, and what begins
-/// early gains less than that costs.
+/// A GEMM of e4m3 with at most this many rounds of tiles is launched early. With more rounds, an early launch loses
+/// more than it gains, because its blocks get whatever SM is free.
 const EARLY_ROUNDS: u32 = 3;
 
-/// Enqueues a GEMM of e4m3; `p.gemm.band` is chosen here.
+/// Enqueues a GEMM of e4m3. Chooses `p.gemm.band` itself.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`GemmE4m3`] says.
@@ -384,7 +391,7 @@ const EARLY_ROUNDS: u32 = 3;
 /// A refused launch.
 ///
 /// # Panics
-/// If it is to do [something else](Epilogue::Other) with its sums: a bug of the caller.
+/// If the epilogue is [another crate's](Epilogue::Other): a bug of the caller.
 pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p.gemm);
     if m == 0 || n == 0 {
@@ -394,7 +401,7 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     let p = GemmE4m3 { gemm: Gemm { band: tuning.band_rows[0] / TILE_ROWS, ..p.gemm }, ..p };
     let in_pairs = epilogue == Epilogue::SwiGlu && !p.gemm.codes.codes.is_null();
     let tiles = if in_pairs { cut.tiles(m, n) / 2 } else { cut.tiles(m, n) };
-    // Where there are SMs for it, a tile is two blocks' work.
+    // If there are SMs enough, two blocks share a tile.
     let has_two = matches!(epilogue, Epilogue::Write | Epilogue::Add);
     let is_shared = has_two && m > TILE_ROWS / 2 && 2 * tiles <= device.sms();
     let blocks = if is_shared { 2 * tiles } else { tiles.min(device.sms()) };
@@ -423,23 +430,24 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     }
 }
 
-/// Whether SwiGLU of e4m3 leaves `n` activations of so many rows as codes: blocks then take tiles in pairs, which is
-/// no faster than a launch more where the last round of pairs has little to do.
+/// Whether SwiGLU of e4m3 writes `n` activations for each of `rows` rows as codes. That saves the launch that would
+/// quantise them, but blocks then take tiles in pairs. Where the last round of pairs has little to do, this costs as
+/// much as the launch.
 pub fn leaves_codes(device: &Device, rows: u32, n: u32) -> bool {
     let rounds = |tiles: u32| tiles.div_ceil(device.sms());
     let tiles = Cut::N128.tiles(rows, 2 * n);
     2 * rounds(tiles / 2) <= rounds(tiles)
 }
 
-/// Whether a GEMM begins early. All gain by that but tiles of 128 in several rounds, or in long chains on more than
-/// half of the card, presumably because blocks then get whatever SM is free, and those that share tiles no longer ask
-/// L2 for them together.
+/// Whether a GEMM is launched early. All cuts gain by that, except [`Cut::N128`] with several rounds of tiles, or with
+/// many input features on more than half of the card. Presumably its blocks then get whatever SM is free, and blocks
+/// that share rows or weights ask L2 for them at different times.
 fn is_early(device: &Device, cut: Cut, m: u32, n: u32, k: u32) -> bool {
     let alone = device.sms() / if k > device.capabilities().tuning().gemm.long_k { 2 } else { 1 };
     cut != Cut::N128 || cut.tiles(m, n) <= alone
 }
 
-/// One launch, of which so many blocks or clusters are `at_once`.
+/// Enqueues one launch, of at most `at_once` blocks or clusters.
 unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     let (tuning, down) = (&device.capabilities().tuning().gemm, cut.together()[0]);
@@ -461,7 +469,7 @@ unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p:
 mod tests {
     use super::{Cut, TileSchedule};
 
-    /// Rows and weight rows of GEMMs of Qwen3-8B, and some that fit nothing.
+    /// Rows and weight rows of Qwen3-8B's GEMMs, and some that are no multiples of the tiles.
     const PRODUCTS: [(u32, u32); 7] =
         [(2048, 6144), (2048, 24576), (2048, 4096), (8192, 6144), (8192, 24576), (2100, 1152), (300, 128)];
 

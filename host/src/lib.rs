@@ -1,9 +1,9 @@
 //! Runs models on a device: PTX loading, typed launches, memory, the KV cache and the decode loop.
 //!
-//! [`Engine`] is the way in: it loads a checkpoint on the device that was asked for and generates text;
-//! [`batch::Batch`] answers many requests at once. The folder `examples` has a short program for each, and one that
-//! launches a kernel by hand. Below it, a [`Backend`] runs one sequence: [`Gpu`] on a [`device::Device`] (a CUDA card,
-//! or the emulator), [`Cpu`] with the reference of `model`.
+//! Start with [`Engine`]: it loads a checkpoint on a device and generates text. [`batch::Batch`] answers many requests
+//! at once. The folder `examples` has a short program for each, and one that launches a kernel by hand. Under an
+//! engine, a [`Backend`] runs one sequence at a time: [`Gpu`] on a [`device::Device`] (a CUDA card, or the emulator),
+//! [`Cpu`] with the reference implementation of `model`.
 
 mod ahead;
 pub mod backend;
@@ -46,5 +46,6 @@ pub use profile::Profile;
 pub use prompt::encode_prompt;
 pub use quantized::Coding;
 
-/// Told the bytes loaded so far and in all; breaking stops the load.
+/// A callback of loading: it is told the bytes loaded so far and the bytes in all, and stops the load by returning
+/// `Break`.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> std::ops::ControlFlow<()> + 'a;

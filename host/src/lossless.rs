@@ -1,7 +1,8 @@
 //! Weights packed without loss for the decode kernels (see `gpu_kernels::weights::lossless`).
 //!
-//! A checkpoint's [size](PackedSize) says how long lists of escapes are, by some of its tiles. So every matrix is
-//! packed as soon as it is laid out, without the host, and what does not fit after all is found out at the end.
+//! How long tiles' lists of escapes are is decided beforehand, from a sample of the checkpoint's tiles
+//! ([`PackedSize`]). So every matrix is packed as soon as it is laid out, without waiting for the host. Whether
+//! everything found room is checked once, at the end.
 
 mod sampled;
 
@@ -18,13 +19,13 @@ use crate::stream::{Stream, bases, n_tiles};
 
 pub use self::sampled::{PackedSize, Sample};
 
-/// The weights of a model, packed: of all layers, and the head; or the head alone.
+/// A model's matrices, packed without loss: those of all layers and the head, or the head alone.
 pub struct Packed {
     tiles: Buffer<u8>,
     more: Buffer<u16>,
     /// `[matrices]`
     scales: Buffer<f32>,
-    /// What is in it, once all are packed.
+    /// The host's copy of `scales`, once all matrices are packed.
     factors: Vec<f32>,
     /// `[matrices][2][2]`: as [`Pack::counts`].
     counts: Buffer<u32>,
@@ -35,20 +36,22 @@ pub struct Packed {
     bases: Vec<u64>,
 }
 
-/// The most that packing may leave of bf16's bytes for it to be worth its work.
+/// Packing is worth its work if it leaves at most this share of bf16's bytes.
 const WORTH: f64 = 0.85;
-/// Bytes by which lists differ.
+/// The bytes of a list are a multiple of this.
 const LIST_STEP: u32 = 16;
-/// The longest lists: with a slice they are a row of a box, of which TMA takes at most 256 words.
+/// Most bytes of a list. A slice and the list are a row of a TMA box, which has at most 256 words of 8 bytes.
 const LONGEST_LIST: u32 = 256 * 8 - PACKED_SLICE;
-/// One in so many tiles may have more escapes than its list has room for: the others are waited for.
+/// At most one in this many tiles may have more escapes than its list has room for. Kernels have to wait for those
+/// escapes, which are in the model's list.
 const SELDOM: u64 = 200;
 
-/// Launches over so many chunks at a time: a grid has no more in its second dimension.
+/// Most chunks of a launch: a grid has no more in its second dimension.
 const MOST_CHUNKS: u32 = 65_535;
 
 impl Packed {
-    /// Memory for matrices of so many N-tiles and input features each, that have this size packed.
+    /// Allocates memory for matrices of these `sizes` (N-tiles and input features of each), which take `size` when
+    /// packed.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -67,7 +70,8 @@ impl Packed {
         })
     }
 
-    /// Memory for the head of a model alone, that has this size packed.
+    /// Allocates memory for a model's head alone, which takes `size` when packed. The layers' matrices keep their
+    /// numbers, and have no tiles.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -79,7 +83,7 @@ impl Packed {
         Self::new(device, config.gemms().map(of_head), size)
     }
 
-    /// Enqueues that matrix `number` is packed, which is `from` by then.
+    /// Enqueues the packing of matrix `number` from `from`: its bf16 weights in a stream, which are laid out by then.
     ///
     /// # Errors
     /// A refused launch.
@@ -106,14 +110,14 @@ impl Packed {
             unsafe { device.launch::<lossless::count_escapes>((K_PARTIALS, chunks), 0, Pack { first, ..pack })? };
         }
         for (first, chunks) in self.grids(number) {
-            // SAFETY: likewise, and every one of them has its tiles.
+            // SAFETY: the chunks are the matrix's, and every one of them has its tiles.
             unsafe { device.launch::<lossless::pack_weights>((K_PARTIALS, chunks), 0, Pack { first, ..pack })? };
         }
         Ok(())
     }
 
-    /// Once all matrices are packed, whether they are what they were: no tile was beyond packing, and every escape had
-    /// room. Waits for the device.
+    /// Once all matrices are packed: whether nothing was lost, which is so if every tile could be packed and every
+    /// escape had room. Waits for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -123,7 +127,7 @@ impl Packed {
         Ok(unfit == 0 && beyond as usize <= self.more.len())
     }
 
-    /// Enqueues that `stream` has a layer's weights again.
+    /// Enqueues the unpacking of a layer's weights into `stream`.
     ///
     /// # Errors
     /// A refused launch.
@@ -148,19 +152,19 @@ impl Packed {
         unsafe { device.launch_whole::<lossless::unpack_weights>((K_PARTIALS, chunks), shared, unpack) }
     }
 
-    /// The chunks of 8 N-tiles of a matrix, as the first ones and the numbers of launches over all of them.
+    /// The launches over a matrix's chunks of 8 N-tiles: for each its first chunk, and how many chunks it takes.
     fn grids(&self, number: usize) -> impl Iterator<Item = (u32, u32)> {
         let chunks = ((self.bases[number + 1] - self.bases[number]) / u64::from(TOGETHER)) as u32;
         let firsts = (0..chunks).step_by(MOST_CHUNKS as usize);
         firsts.map(move |first| (first, (chunks - first).min(MOST_CHUNKS)))
     }
 
-    /// Where a matrix begins, in bytes.
+    /// The byte of `tiles` at which a matrix begins.
     fn tiles_at(&self, number: usize) -> usize {
         (self.bases[number] * chunk_bytes(self.list_bytes)) as usize
     }
 
-    /// Where they are.
+    /// Where the packed weights are, as kernels take them.
     pub fn parts(&self) -> Lossless {
         Lossless {
             tiles: self.tiles.ptr(),
@@ -170,7 +174,7 @@ impl Packed {
         }
     }
 
-    /// How the step of many sequences reads them.
+    /// The array by which the step of many sequences reads the packed weights, with TMA.
     pub fn stages(&self) -> Array {
         Lossless::stages(self.tiles.ptr().addr(), self.chunks(), self.list_bytes)
     }
@@ -185,7 +189,7 @@ impl Packed {
         self.bases[self.bases.len() - 1]
     }
 
-    /// What the sums of a layer's matrix are multiplied with.
+    /// What the sums of a layer's matrix are multiplied with: 1, or 0.5 if it is stored doubled.
     pub fn scale(&self, layer: usize, matrix: Matrix) -> f32 {
         self.factors[matrix.number(layer)]
     }
@@ -197,12 +201,12 @@ impl Packed {
         Ok(notes)
     }
 
-    /// Where they are.
+    /// The device that has the packed weights.
     pub(crate) fn device(&self) -> &Device {
         self.tiles.device()
     }
 
-    /// Bytes of all of it.
+    /// Bytes of the packed weights: tiles, escapes beyond their lists, and scales.
     pub fn bytes(&self) -> u64 {
         (self.tiles.len() + 2 * self.more.len() + 4 * self.scales.len()) as u64
     }
@@ -213,14 +217,15 @@ fn chunk_bytes(list_bytes: u32) -> u64 {
     u64::from(K_PARTIALS * Lossless::tile_bytes(list_bytes))
 }
 
-/// Room for escapes beyond lists' room, of matrices of so many bytes in bf16 that have so many by a sample: for twice
-/// as many, and for one in 16 tiles and some, should the sample have met few.
+/// How many escapes beyond lists there is to be room for, in matrices that take `plain` bytes in bf16 and have
+/// `sampled` such escapes by a sample. Room for twice as many; and for one in 16 tiles and some more, should the sample
+/// have met too few.
 fn more_room(plain: u64, sampled: u64) -> u64 {
     let tiles = plain / u64::from(2 * TILE_WEIGHTS);
     (2 * sampled + tiles / 16 + (1 << 14)).min(MOST_BEYOND)
 }
 
-/// How many escapes there are in all.
+/// The escapes of all tiles. Entry `n` says how many tiles have `n` escapes.
 fn escapes_of<T: Copy + Into<u64>>(tiles_by_escapes: &[T]) -> u64 {
     (0..).zip(tiles_by_escapes).map(|(n, &tiles): (u64, _)| n * tiles.into()).sum()
 }
@@ -231,7 +236,8 @@ fn beyond(tiles_by_escapes: &[u64], list_bytes: u32) -> u64 {
     (0..).zip(tiles_by_escapes).map(|(n, tiles): (u64, _)| n.saturating_sub(room) * tiles).sum()
 }
 
-/// The smallest lists that have room in nearly all tiles; none if the weights would take too much with them.
+/// The fewest bytes of a list for which nearly all tiles have room for their escapes. None if the weights would not be
+/// small enough with such lists.
 fn list_bytes(tiles_by_escapes: &[u64]) -> Option<u32> {
     let plain = f64::from(2 * TILE_WEIGHTS);
     let most =
@@ -259,7 +265,7 @@ mod tests {
 
     #[test]
     fn lists_have_room_in_all_but_one_tile_in_two_hundred() {
-        // Of 80 bytes 8 are the header's.
+        // Of a list's 80 bytes, 8 are its header.
         assert_eq!(list_bytes(&counts(&[(36, 995), (90, 5)])), Some(80));
         assert_eq!(list_bytes(&counts(&[(37, 995), (90, 5)])), Some(96));
         assert_eq!(list_bytes(&counts(&[(36, 900), (90, 100)])), Some(192));
@@ -270,7 +276,7 @@ mod tests {
     #[test]
     fn what_has_too_many_escapes_is_not_packed() {
         assert_eq!(list_bytes(&counts(&[(1000, 10)])), None);
-        // One escape more, and a slice and its list are no row of a box.
+        // With one escape more, a slice and its list are too long for a row of a TMA box.
         assert_eq!(list_bytes(&counts(&[(316, 10)])), Some(640));
         assert_eq!(list_bytes(&counts(&[(317, 10)])), None);
     }

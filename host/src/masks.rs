@@ -1,7 +1,8 @@
-//! Masks of rows whose answers have a form, on their way to a device: what may come next, a bit a token.
+//! The masks of rows whose answers have a form, on their way to a device. A mask says which tokens may come next, with
+//! one bit for each token.
 //!
-//! A pass needs its masks only when its logits are there. So the host enqueues the pass, makes the masks while it runs,
-//! and then enqueues that they are taken to the device and applied, before anything is chosen.
+//! A pass needs its masks only when it has made its logits. So the host enqueues the pass, makes the masks while it
+//! runs, and then enqueues their copy to the device and their application, ahead of the choice.
 
 use cuda_std::GlobalMut;
 use gpu_kernels::mask::{self, MaskLogits};
@@ -9,23 +10,23 @@ use gpu_kernels::mask::{self, MaskLogits};
 use crate::Error;
 use crate::device::{Buffer, Device, Marker, Pinned};
 
-/// Room for the masks of a pass, on both sides of the bus.
+/// Memory for the masks of a pass, on the host and on the device.
 pub struct Masks {
     device: Device,
     vocab: usize,
-    /// `[room, MaskLogits::words]`, in turn: one is filled while the copy from the other may be under way.
+    /// `[room, MaskLogits::words]` each, used in turn: one is filled while the copy from the other may be under way.
     host: [Pinned<u32>; 2],
-    /// Behind the last copy from each.
+    /// A marker behind the last copy from each of `host`.
     sent: [Marker; 2],
     turn: usize,
     there: Buffer<u32>,
 }
 
-/// A row's mask, to be filled.
+/// An entry for a row, to be filled with its mask.
 pub struct Entry<'m>(&'m mut [u32]);
 
 impl<'m> Entry<'m> {
-    /// The mask, for this row of the logits.
+    /// Assigns the entry to `row` of the logits. Returns the words of its mask, to be filled in.
     pub fn of_row(self, row: u32, vocab: usize) -> &'m mut [u32] {
         self.0[0] = row;
         &mut self.0[MaskLogits::BITS..][..model::form::mask_words(vocab)]
@@ -49,8 +50,8 @@ impl Masks {
         })
     }
 
-    /// Enqueues that `count` masks, which `fill` makes now, are applied to `logits`, `[rows, vocab]`. `fill` gives each
-    /// entry a row that there is, no two the same.
+    /// Calls `fill` to make `count` masks, and enqueues their application to `logits`, `[rows, vocab]`. `fill` assigns
+    /// each entry to a row that exists, no two to the same.
     ///
     /// # Safety
     /// `logits` has all rows that `fill` names, and is live until the launch is done.
@@ -73,7 +74,7 @@ impl Masks {
         let (host, sent) = (&mut self.host[self.turn], &self.sent[self.turn]);
         self.turn = 1 - self.turn;
         sent.wait()?;
-        // SAFETY: the copy before the last one, which was from this piece, has been waited for.
+        // SAFETY: the copy before the last one, which was from this buffer, has been waited for.
         let entries = unsafe { &mut host.as_mut_slice_now()[..count * words] };
         fill(entries.chunks_exact_mut(words).map(Entry).collect());
         // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above

@@ -1,9 +1,9 @@
 //! The forward pass over many rows of a prompt, on Hopper: GEMMs and attention of `gpu_kernels::gemm` and
 //! `gpu_kernels::prefill_attention`, with activations of their own.
 //!
-//! Attention sums in another order than for decoding. So that the bits of the cache never depend on how a prompt was
-//! cut, or on what was cached before, every position of a prompt goes through here, and every generated position
-//! through the decode step.
+//! Attention sums in another order here than in a decode step. The bits of the cache must depend neither on how a
+//! prompt was cut, nor on what was cached before. So every position of a prompt goes through here, and every generated
+//! position through the decode step.
 
 use std::ops::RangeInclusive;
 
@@ -30,10 +30,11 @@ use crate::gemm::{self, Epilogue};
 use crate::tuning::PASS_ROWS;
 use crate::weights::DeviceWeights;
 
-// An attention tile is as high as one of the GEMMs', so that the rows from a tile on are tiles of both.
+// Tiles of attention are as high as those of the GEMMs. So a row at which a tile of attention begins is also the first
+// of a GEMM's tile.
 const _: () = assert!(TILE_ROWS == prefill_attention::TILE_ROWS);
 
-/// Activations for a chunk of a prompt, and maps of everything that TMA reads.
+/// Activations for a chunk of a prompt, and tensor maps of everything that TMA reads.
 pub struct Prefill {
     capacity: usize,
     row_count: Buffer<u32>,
@@ -45,25 +46,26 @@ pub struct Prefill {
     scaled: Buffer<bf16>,
     squares: Buffer<f32>,
     spans: Buffer<f32>,
-    /// Queries, then what was attended to; once that was multiplied, the activation, in the place of both.
+    /// Queries, then the output of attention. Once that has been multiplied, the activation takes the place of both.
     shared: Buffer<bf16>,
     maps: TensorMaps,
     beside: gemm::Beside,
-    /// Of models whose GEMMs are of e4m3.
+    /// The activations as codes, for models whose GEMMs are of e4m3.
     codes: Option<Activations>,
 }
 
-/// Where the rows begin that a pass is to make [results](Prefill::result) of: of those before them the last layer makes
-/// keys and values, and no more.
+/// From where on a pass makes [results](Prefill::result). Of the rows before that, the last layer makes keys and
+/// values, and no more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Results {
-    /// The first row: as many as the pass has, if none is wanted.
+    /// The first row with a result. If none is wanted: as many as the pass has rows.
     pub row: usize,
-    /// The first of their tiles of attention, which come last: as many as there are tiles, if none is wanted.
+    /// The first attention tile of those rows: their tiles come last. If no result is wanted: as many as there are
+    /// tiles.
     pub tile: usize,
 }
 
-/// What a pass reads that is not its own.
+/// What a pass reads that [`Prefill`] does not own.
 pub(crate) struct PrefillInputs<'a> {
     /// The device.
     pub device: &'a Device,
@@ -77,15 +79,15 @@ pub(crate) struct PrefillInputs<'a> {
     pub tables: Global<u32>,
     /// Entries of a sequence's table.
     pub table_stride: u32,
-    /// `[positions, 64]`.
+    /// `[positions, 64]`: cosines of the rotary embedding.
     pub cos: &'a Buffer<f32>,
-    /// `[positions, 64]`.
+    /// `[positions, 64]`: its sines.
     pub sin: &'a Buffer<f32>,
-    /// Where hidden states go that a head drafts from, if it does.
+    /// Where hidden states go, if a head drafts from them.
     pub states: Option<&'a HiddenStates>,
 }
 
-// Maps of activations, then of each layer's pages.
+// Numbers of the tensor maps: those of activations, then from `ACTIVATIONS` on those of each layer's pages.
 const SCALED: usize = 0;
 const QUERIES: usize = 1;
 const ATTENDED: usize = 2;
@@ -93,7 +95,7 @@ const ACTIVATION: usize = 3;
 const ACTIVATION_OUT: usize = 4;
 const ACTIVATIONS: usize = 5;
 
-/// Which of the maps describes what a GEMM reads.
+/// Which tensor map describes what a GEMM reads.
 fn input_map(input: Input) -> usize {
     match input {
         Input::Normed => SCALED,
@@ -102,7 +104,7 @@ fn input_map(input: Input) -> usize {
     }
 }
 
-/// Which kernel a GEMM takes: that of queries, keys and values makes heads of them at once.
+/// The epilogue of a GEMM. That of queries, keys and values makes heads at once, so they need no launch of their own.
 fn epilogue(gemm: &plan::Gemm) -> Epilogue {
     match gemm.epilogue {
         plan::Epilogue::Write { .. } if gemm.matrix == plan::Matrix::Qkv => Epilogue::Qkv,
@@ -112,28 +114,30 @@ fn epilogue(gemm: &plan::Gemm) -> Epilogue {
     }
 }
 
-/// Rows of a pass when the cache holds `capacity` tokens: whole tiles.
+/// Most rows of a pass when the cache holds `capacity` tokens: whole tiles.
 pub(crate) fn rows(capacity: usize) -> usize {
     capacity.min(PASS_ROWS).next_multiple_of(TILE_ROWS as usize)
 }
 
-/// How many rows of prompts are best read in together: of whole tiles and [so many
-/// rows](crate::tuning::Tuning::prompt_rows), as many as have GEMMs whose last rounds leave the fewest SMs idle for a
-/// row.
+/// How many rows of prompts a pass had best read in: of the numbers of rows in [the tuning
+/// table](crate::tuning::Tuning::prompt_rows), in whole tiles, the one whose GEMMs cost least for each row. The last
+/// rounds of their tiles leave the fewest SMs idle.
 pub fn best_rows(device: &Device, config: &Config) -> u32 {
     let cost = |m, gemm: plan::Gemm| gemm::cost(device, epilogue(&gemm), [m, gemm.weight_rows() as u32, gemm.k as u32]);
     let rows = device.capabilities().tuning().prompt_rows.clone();
     cheapest_rows(rows, |m| config.plan.gemms().map(|gemm| cost(m, gemm)).sum())
 }
 
-/// That, for a pass over `m` rows that costs `cost(m)`; of equal ones the fewest.
+/// The number of rows in `of` with the least cost for each row, where a pass over `m` rows costs `cost(m)`. Of equal
+/// ones the fewest.
 fn cheapest_rows(of: RangeInclusive<u32>, cost: impl Fn(u32) -> u64) -> u32 {
     let of_row = |&m: &u32| cost(m) as f64 / f64::from(m);
     let rows = of.step_by(2 * TILE_ROWS as usize);
     rows.min_by(|a, b| of_row(a).total_cmp(&of_row(b))).unwrap_or(PASS_ROWS as u32)
 }
 
-/// Enqueues attention of so many `tiles`, with blocks in pairs or not; of itself, in pairs where that is faster.
+/// Enqueues attention over so many `tiles`. `pairs` says whether blocks work in pairs (clusters of 2 × 1); none chooses
+/// what is faster. They never do unless each key-value head has an even number of query heads.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`PrefillAttention`] says.
@@ -160,7 +164,7 @@ pub unsafe fn enqueue_attention(
 }
 
 impl Prefill {
-    /// Bytes of activations for a cache of `capacity` tokens; of models in e4m3 their codes come to that.
+    /// Bytes of activations for a cache of `capacity` tokens. Models in e4m3 need memory for their codes besides.
     pub fn bytes(config: &Config, capacity: usize) -> u64 {
         let LayerPlan { hidden, attention, .. } = config.plan;
         let row = hidden * 6
@@ -176,7 +180,8 @@ impl Prefill {
         Activations::bytes(config, rows(capacity))
     }
 
-    /// Allocates everything for passes over a sequence of up to `capacity` tokens, by GEMMs of e4m3 or not.
+    /// Allocates everything for passes over a sequence of up to `capacity` tokens. `in_e4m3` says whether its GEMMs are
+    /// of e4m3.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -235,15 +240,16 @@ impl Prefill {
         }
     }
 
-    /// What the head reads of the last pass's rows: the residual stream, scaled for the final norm, in the order of
-    /// [`slot`](gpu_kernels::linear::slot), and sums of squares of N-tiles.
+    /// What the head reads of the last pass's rows: the residual stream scaled for the final norm, bf16 `[rows,
+    /// hidden]`, each row in the order of [`slot`](gpu_kernels::linear::slot); and the sums of squares of its N-tiles,
+    /// `[rows, hidden / 16]`.
     pub fn result(&self) -> (Global<bf16>, Global<f32>) {
         (self.scaled.ptr(), self.squares.ptr())
     }
 
     /// Enqueues all layers over `count` rows of sequence 0 from position `start` on, which [`rows`](Self::rows) hold by
-    /// then. The [result](Self::result) is there for the rows that are to have `logits`: for the others the last layer
-    /// makes keys and values, and no more.
+    /// then. The [result](Self::result) is there for the rows of which `output` wants logits. Of the others the last
+    /// layer makes keys and values, and no more.
     ///
     /// # Safety
     /// The parts are those that the pass was made for, and sequence 0 has pages for these positions.
@@ -270,8 +276,9 @@ impl Prefill {
         unsafe { self.enqueue_rows(parts, self.rows(), count, (self.tiles.ptr(), tiles.len()), results) }
     }
 
-    /// Enqueues all layers over `count` rows of any sequences, whose keys and queries meet in `tiles` (see
-    /// [`PrefillAttention::tiles`]), so many. The [result](Self::result) is there for the rows from `results` on.
+    /// Enqueues all layers over `count` rows of any sequences. `tiles` lists their attention tiles (see
+    /// [`PrefillAttention::tiles`]), of which there are `tile_count`. The [result](Self::result) is there for the rows
+    /// from `results` on.
     ///
     /// # Safety
     /// The parts are those that the pass was made for; the lists are as
@@ -281,7 +288,7 @@ impl Prefill {
     /// A refused launch.
     ///
     /// # Panics
-    /// If there is no room for so many rows, or `results` are of others: a bug of the caller.
+    /// If there is no room for so many rows, or `results` begin beyond the rows or tiles: a bug of the caller.
     pub(crate) unsafe fn enqueue_rows(
         &self,
         parts: &PrefillInputs<'_>,
@@ -295,7 +302,7 @@ impl Prefill {
         let m = count as u32;
         let Results { row, tile: first_tile } = results;
         assert!(row <= count && first_tile <= tile_count, "{results:?} of {count} rows in {tile_count} tiles");
-        // Whole tiles of GEMMs: of rows before the results' nothing is read.
+        // GEMMs begin at a whole tile. What they make of its rows before the results, nobody reads.
         let first_row = if row < count { row as u32 / TILE_ROWS * TILE_ROWS } else { m };
 
         // SAFETY: every address is a buffer of self or of the model, of the size that its kernel's parameter block
@@ -309,7 +316,7 @@ impl Prefill {
             };
             take(0)?;
             for i in 0..w.layers.len() {
-                // Of the last layer, what the results need.
+                // The last layer computes only what the results need.
                 let is_last = i + 1 == w.layers.len();
                 let (first_row, first_tile) = if is_last { (first_row, first_tile) } else { (0, 0) };
                 let heads = self.heads(parts, rows, i);
@@ -317,21 +324,21 @@ impl Prefill {
                 for operator in c.plan.operators() {
                     match operator {
                         Operator::Gemm(gemm) if gemm.matrix == Matrix::Qkv && first_row > 0 => {
-                            // Keys and values of all rows, and queries of those.
+                            // Keys and values of all rows; queries of the rows from `first_row` on.
                             let (project, q_size) = (self.gemm(parts, i, &gemm, m), heads.q_heads * HEAD_DIM);
                             let project = Gemm { heads, ..project };
                             self.quantize(parts, (i, &gemm), [0, m])?;
                             self.enqueue_gemm(parts, i, &gemm, Gemm { first_feature: q_size, ..project })?;
                             self.enqueue_gemm(parts, i, &gemm, Gemm { first_row, n: q_size, ..project })?;
                         }
-                        // Of these rows nothing is wanted but keys and values.
+                        // No row has a result: the last layer makes keys and values, and no more.
                         _ if first_row == m => {}
                         Operator::Gemm(gemm) => {
                             let p = Gemm { heads, first_row, ..self.gemm(parts, i, &gemm, m) };
                             self.quantize(parts, (i, &gemm), [first_row, m])?;
                             self.enqueue_gemm(parts, i, &gemm, p)?;
                         }
-                        // The first product made them.
+                        // The epilogue of the first GEMM made the heads.
                         Operator::Heads(_) => {}
                         Operator::Attention(_) => {
                             let attend = PrefillAttention {
@@ -354,8 +361,8 @@ impl Prefill {
         Ok(())
     }
 
-    /// Enqueues that rows of what a GEMM reads become codes, of models in e4m3, where they are none yet: from the first
-    /// on, up to the second.
+    /// Of models in e4m3: enqueues the quantisation of rows `rows[0]..rows[1]` of what a GEMM reads, unless they are
+    /// codes already.
     ///
     /// # Safety
     /// As [`enqueue_rows`](Self::enqueue_rows).
@@ -368,7 +375,7 @@ impl Prefill {
         let Some(codes) = &self.codes else { return Ok(()) };
         let x = match gemm.input {
             Input::Normed => self.scaled.ptr(),
-            // Attention left codes.
+            // Attention wrote codes itself.
             Input::Attended => return Ok(()),
             Input::Activation => self.shared.ptr(),
         };
@@ -406,7 +413,7 @@ impl Prefill {
         }
     }
 
-    /// What the heads of these rows in a layer are made with.
+    /// Parameters of how a layer makes the heads of these rows.
     fn heads(&self, parts: &PrefillInputs<'_>, rows: Rows, layer: usize) -> SplitHeads {
         let (c, of_layer) = (parts.config, &parts.weights.layers[layer]);
         SplitHeads {
@@ -424,7 +431,7 @@ impl Prefill {
         }
     }
 
-    /// A layer's GEMM of `m` rows, but for heads.
+    /// Parameters of a layer's GEMM of `m` rows, all but the heads.
     fn gemm(&self, parts: &PrefillInputs<'_>, layer: usize, gemm: &plan::Gemm, m: u32) -> Gemm {
         let c = parts.config;
         let StreamMatrix { stream, base, blocks, n_tiles, k } = parts.weights.stream.matrix(layer, gemm.matrix);
@@ -463,11 +470,12 @@ mod tests {
 
     #[test]
     fn rounds_of_tiles_are_full() {
-        // Tiles of 256 rows and weight rows in pairs of Qwen3-8B's GEMMs, with 132 SMs, and what a round takes.
+        // Qwen3-8B's GEMMs on 132 SMs, where two blocks take 256 × 256 together: how many of these lie side by side,
+        // and what a round takes.
         let products = [(24, 1), (16, 1), (96, 1), (16, 3)];
         let rounds = |m: u32| products.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();
         assert_eq!(cheapest_rows(4096..=6144, rounds), 6144);
-        // One that is three tiles across: 66 of them are a round.
+        // A GEMM that is three tiles across. 66 tiles are a round.
         assert_eq!(cheapest_rows(4096..=6144, |m| u64::from((m / 256 * 3).div_ceil(66))), 5632);
         assert_eq!(cheapest_rows(4096..=6144, u64::from), 4096);
     }

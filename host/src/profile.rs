@@ -21,11 +21,11 @@ pub struct Span {
     pub start: Duration,
     /// How long it took.
     pub duration: Duration,
-    /// What there is to know of it.
+    /// Numbers that describe it, by name.
     pub numbers: Vec<(&'static str, u64)>,
 }
 
-/// Who was busy. The spans of a track lie beside or within each other.
+/// Who was busy. The spans of a track do not overlap, except that one may contain others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Track {
     /// The host's thread.
@@ -51,8 +51,8 @@ impl Profile {
         self.spans.push(Span { name, track: Track::Host, start, duration, numbers: numbers.to_vec() });
     }
 
-    /// Records the phases of a step whose end the host saw `seen`. The clocks are not the same: the last phase is taken
-    /// to have ended then, which is late by what the report took to the host.
+    /// Records the phases of a step whose end the host saw at `seen`. The device's clock is not the host's, so the last
+    /// phase is taken to have ended at `seen`: too late by the time that the report took to reach the host.
     pub fn phases(&mut self, phases: &[Phase], seen: Instant) {
         let (Some(&(_, first)), Some(&(_, last))) = (phases.first(), phases.last()) else { return };
         let seen = seen.saturating_duration_since(self.start);

@@ -5,8 +5,9 @@ use model::tokenizer::{Around, Encoded};
 
 use crate::Error;
 
-/// The tokens of a prompt with what is to be `around` it, for a context of `context` tokens, one of them for the
-/// answer; `most` is what the model allows. A text that is far too long is refused before all of its tokens are made.
+/// Encodes a prompt, with what is to be `around` it, for a context of `context` tokens, one of which is left for the
+/// answer. `most` is the longest context that the model allows, for messages. A text that is far too long is refused
+/// before all of its tokens are made.
 ///
 /// # Errors
 /// [`Error::PromptTooLong`] or [`Error::PromptFarTooLong`], or a text that the tokenizer cannot encode.
@@ -17,7 +18,7 @@ pub fn encode_prompt(
     context: usize,
     most: usize,
 ) -> Result<Vec<u32>, Error> {
-    // Whether it is just too long is known exactly.
+    // The number of tokens of a text that is only somewhat too long is known exactly.
     match tokenizer.encode_within(text, around, 2 * context)? {
         Encoded::Tokens(tokens) if tokens.len() < context => Ok(tokens),
         Encoded::Tokens(tokens) => Err(Error::PromptTooLong { prompt: tokens.len(), context, most }),

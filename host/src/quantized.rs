@@ -1,9 +1,9 @@
 //! Codes of quantised weights on a device (see `gpu_kernels::weights::quantized`).
 //!
-//! On the way of a checkpoint to the device every weight becomes the bf16 that it means, and [`Collector`] keeps the
-//! scales. From both the device finds a matrix's codes again, and checks that they make the very weights. Unless there
-//! is much memory the codes alone are kept: then kernels that read bf16 have a layer's weights made again before they
-//! run.
+//! While a checkpoint is copied to the device, every weight is decoded to bf16, and [`Collector`] keeps the scales.
+//! From both, the device finds a matrix's codes again, and checks that they decode to exactly the same weights. Unless
+//! there is much memory, only the codes are kept. A layer's bf16 weights are then made again before kernels that read
+//! bf16 run.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -25,18 +25,19 @@ use crate::device::{Buffer, Device};
 use crate::e4m3::{BLOCK, E4m3};
 use crate::stream::{Stream, bases, chunks, n_tiles};
 
-/// What the codes of a model's layers are.
+/// The kind of codes that a model's layers have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Coding {
-    /// Of a weight.
+    /// The code of a weight.
     pub code: Code,
-    /// Of int4, whether scales have two parts: those in f16, and those whose products with zeros are no bf16.
+    /// Int4 only: whether a scale is stored as a sum of two bf16. Scales in f16 need that, and so do scales whose
+    /// products with their zeros are no bf16.
     pub is_fine: bool,
-    /// Of e4m3, whether scales are of blocks of 128 × 128: then codes themselves are multiplied.
+    /// E4m3 only: whether each block of 128 × 128 weights has one scale. GEMMs then multiply the codes themselves.
     pub in_blocks: bool,
 }
 
-/// An expression with the type of the codes, as kernels have it.
+/// An expression in which `$code` is the type that kernels have for the codes.
 macro_rules! by_code {
     ($coding:expr, $code:ident => $what:expr) => {{
         use gpu_kernels::weights::quantized;
@@ -59,7 +60,8 @@ macro_rules! by_code {
 pub(crate) use by_code;
 
 impl Coding {
-    /// Of a checkpoint's layers; none if some matrix has no codes, other ones, or smaller groups than the kernels read.
+    /// The coding of a checkpoint's layers. None if some matrix has no codes or another code than the first, or if a
+    /// group of inputs is smaller than the kernels read.
     pub fn of(weights: &Weights<Weight<'_>>) -> Option<Self> {
         let mut all: Option<Self> = None;
         for weight in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| layer.parts(kind))).flatten() {
@@ -78,7 +80,8 @@ impl Coding {
         all
     }
 
-    /// The same by what headers tell of a model's matrices; whether scales are fine they do not.
+    /// As [`of`](Self::of), by what a checkpoint's headers tell of its matrices. They do not tell whether scales are
+    /// fine: [`is_fine`](Self::is_fine) is false.
     pub fn of_outline(matrices: &[MatrixOutline]) -> Option<Self> {
         let of_layers = matrices.iter().filter(|of| ["qkv", "output", "gate_up", "down"].contains(&of.kind));
         let codes = of_layers.map(|of| of.codes.filter(|(_, [_, inputs])| inputs.is_multiple_of(GROUP as usize)));
@@ -88,27 +91,28 @@ impl Coding {
         codes.iter().all(|(other, _)| *other == code).then_some(Self { code, is_fine: false, in_blocks })
     }
 
-    /// What `--weights fp8` and `int4` make: e4m3 in blocks.
+    /// What `--weights fp8` and `--weights int4` make: e4m3 in blocks, and int4 with scales in bf16.
     pub fn rounded(code: Code) -> Self {
         Self { code, is_fine: false, in_blocks: code == Code::E4m3 }
     }
 
-    /// Whether a device keeps such codes: the GEMMs of e4m3 are there whatever runs a decode step.
+    /// Whether a device keeps such codes. E4m3 in blocks only needs the GEMMs of e4m3, whatever runs a decode step.
+    /// Other codes are read by the decode kernel.
     pub fn is_for(self, device: &Device) -> bool {
         if self.in_blocks { device.capabilities().has_gemms() } else { device.has_decode_kernel() }
     }
 
-    /// Whether GEMMs of e4m3 take such codes.
+    /// Whether GEMMs of e4m3 multiply codes whose scales are of such blocks.
     fn is_block(code: Code, block: [usize; 2]) -> bool {
         code == Code::E4m3 && block == [BLOCK; 2]
     }
 
-    /// The word of a scale and a zero, if the kernels have one.
+    /// A scale and a zero as the word that kernels read. None if they do not fit one.
     fn word(self, scale: f32, zero: u8) -> Option<u32> {
         by_code!(self, C => Scale::new::<C>(scale, zero)).map(|Scale(word)| word)
     }
 
-    /// Bytes of so many chunks.
+    /// Bytes of the codes and scales of so many chunks.
     const fn bytes(self, chunks: u64) -> u64 {
         chunks * by_code!(self, C => <C as quantized::Code>::BYTES) as u64
     }
@@ -129,14 +133,14 @@ pub struct Quantized {
     codes: Buffer<u8>,
     /// The chunk at which each matrix begins; and the last one's end.
     bases: Vec<u64>,
-    /// How many weights are none that their scales make.
+    /// `[1]`: above 0 if some weight is not exactly what its code and its scale decode to.
     strange: Buffer<u32>,
-    /// Scales of a matrix whose codes are found.
+    /// The scales of the matrix whose codes are being found.
     scales: Mutex<Buffer<u32>>,
 }
 
 impl Quantized {
-    /// Memory for the codes of a model's layers.
+    /// Allocates memory for the codes of a model's layers.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -153,8 +157,8 @@ impl Quantized {
         })
     }
 
-    /// Enqueues that the codes of matrix `number` are found, which is `from` by then, with these scales: `[n_tiles,
-    /// chunks · 4, 16]` words as [`Scale`].
+    /// Enqueues the search for the codes of matrix `number`, from its bf16 weights `from`, which are laid out by then,
+    /// and from its scales: `[n_tiles, chunks · 4, 16]` words as [`Scale`].
     ///
     /// # Errors
     /// A driver error.
@@ -164,7 +168,7 @@ impl Quantized {
     pub(crate) fn find(&self, device: &Device, number: usize, from: StreamMatrix, scales: &[u32]) -> Result<(), Error> {
         let chunks = from.k.div_ceil(CHUNK_FEATURES);
         assert_eq!(scales.len(), (from.n_tiles * chunks * GROUPS * N_TILE) as usize, "scales of matrix {number}");
-        // The next one's scales come behind this.
+        // Locked until the launch is enqueued, so that the next matrix's scales are written behind it.
         let mut words = self.scales.lock().unwrap_or_else(PoisonError::into_inner);
         words.write(0, scales)?;
         let (scales, codes, strange) = (words.ptr(), self.codes.ptr_mut(), self.strange.ptr_mut());
@@ -174,7 +178,7 @@ impl Quantized {
         unsafe { by_code!(self.coding, C => device.launch::<<C as CodeKernels>::Quantize>(grid, 0, quantize)) }
     }
 
-    /// Whether all codes that were found make the very weights. Waits for the device.
+    /// Whether all codes that were found decode to exactly the weights that they are from. Waits for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -184,7 +188,7 @@ impl Quantized {
         Ok(found == [0])
     }
 
-    /// Enqueues that `stream` has a layer's weights again.
+    /// Enqueues the decoding of a layer's codes to bf16 weights in `stream`.
     ///
     /// # Errors
     /// A refused launch.
@@ -206,12 +210,12 @@ impl Quantized {
         }
     }
 
-    /// What they are.
+    /// The kind of the codes.
     pub fn coding(&self) -> Coding {
         self.coding
     }
 
-    /// Where they are.
+    /// Where the codes are, with their scales.
     pub fn codes(&self) -> Global<u8> {
         self.codes.ptr()
     }
@@ -221,23 +225,23 @@ impl Quantized {
         self.bases[matrix.number(layer)]
     }
 
-    /// What the kernels' sums are multiplied with.
+    /// The factor for sums that kernels make with decoded weights.
     pub fn unit(&self) -> f32 {
         by_code!(self.coding, C => <C as quantized::Code>::UNIT)
     }
 
-    /// How the step of many sequences reads them.
+    /// The array by which the step of many sequences reads the codes, with TMA.
     pub fn stages(&self) -> Array {
         let (address, chunks) = (self.codes.ptr().addr(), self.bases[self.bases.len() - 1]);
         by_code!(self.coding, C => quantized::stages::<C>(address, chunks))
     }
 
-    /// Where they are.
+    /// The device that has the codes.
     pub(crate) fn device(&self) -> &Device {
         self.codes.device()
     }
 
-    /// Bytes of all of it.
+    /// Bytes of the codes, with their scales.
     pub fn bytes(&self) -> u64 {
         self.codes.len() as u64
     }
@@ -249,7 +253,7 @@ fn words([rows, k]: [usize; 2]) -> usize {
     rows.div_ceil(N_TILE as usize) * of_n_tile
 }
 
-/// The scales of a matrix of so many weight rows and inputs all of whose weights have this one.
+/// The scales of a matrix of `shape` (weight rows and inputs) all of whose weights have this `scale` and this `zero`.
 ///
 /// # Panics
 /// If the kernels have no such scale: a bug of the caller.
@@ -261,23 +265,23 @@ pub fn uniform_scales(coding: Coding, shape: [usize; 2], scale: f32, zero: u8) -
 pub struct Collector {
     coding: Coding,
     matrices: Vec<Vec<AtomicU32>>,
-    /// Of each weight, by where it is.
+    /// The place of each weight, by the weight's address on the host.
     places: HashMap<usize, RowPlacement>,
     unfit: AtomicBool,
 }
 
-/// Where a weight's rows are among those of its matrix.
+/// Where in a matrix the rows of a weight are.
 #[derive(Clone, Copy)]
 pub(crate) struct RowPlacement {
     pub matrix: usize,
-    /// The first one, of matrices one after another.
+    /// The matrix's row that is the weight's first, where weights lie one after another.
     pub first: usize,
-    /// Of gate and up, which of the two: an N-tile has eight rows of each.
+    /// For gate (0) and up (1), which of the two it is. Their rows alternate: an N-tile has eight of each.
     pub half: Option<usize>,
     pub inputs: usize,
 }
 
-/// The places of the layers' weights, by where these are; and weight rows and inputs of each matrix.
+/// The places of the layers' weights, by the weights' addresses; and each matrix's weight rows and inputs.
 pub(crate) fn places(weights: &Weights<Weight<'_>>) -> (HashMap<usize, RowPlacement>, Vec<[usize; 2]>) {
     let (mut places, mut shapes) = (HashMap::new(), Vec::new());
     for (layer, kind) in weights.layers.iter().flat_map(|layer| Matrix::OF_LAYER.map(|kind| (layer, kind))) {
@@ -303,14 +307,14 @@ impl RowPlacement {
 }
 
 impl Collector {
-    /// For a checkpoint's weights, whose codes are such.
+    /// For a checkpoint's weights, whose codes are of this kind.
     pub fn new(weights: &Weights<Weight<'_>>, coding: Coding) -> Self {
         let (places, shapes) = places(weights);
         let matrices = shapes.into_iter().map(|shape| (0..words(shape)).map(|_| AtomicU32::new(0)).collect()).collect();
         Self { coding, matrices, places, unfit: AtomicBool::new(false) }
     }
 
-    /// Takes the scales of some rows of a weight; those of others are of no interest.
+    /// Takes the scales of some rows of a weight. Weights that are not the layers' are ignored.
     pub fn take(&self, weight: &Weight<'_>, rows: Range<usize>, codes: &Codes) {
         let Some(place) = self.places.get(&std::ptr::from_ref(weight).addr()) else { return };
         if codes.group_of.is_some() {
@@ -334,7 +338,7 @@ impl Collector {
         }
     }
 
-    /// Whether there was a scale that the kernels do not have.
+    /// Whether the kernels cannot read the codes: they cannot represent some scale, or groups are not runs of inputs.
     pub fn is_unfit(&self) -> bool {
         self.unfit.load(Ordering::Relaxed)
     }

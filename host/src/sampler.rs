@@ -1,4 +1,5 @@
-//! Launches of the kernels that work on rows of logits: the sampler, and what log-probabilities are made of.
+//! Launches of the kernels that work on rows of logits: the sampler, and those that note what log-probabilities are
+//! computed from.
 
 use gpu_kernels::draft_model::{self, NextDraft};
 use gpu_kernels::logprobs::{self, NoteLogits};
@@ -8,7 +9,7 @@ use model::Config;
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// How the rows of a device's logits are split over its CTAs, with the memory where those of a row meet.
+/// Splits rows of logits over a device's CTAs. Has the memory through which the CTAs of a row meet.
 pub struct Sampler {
     device: Device,
     /// `[resident, SCRATCH_WORDS]`.
@@ -19,10 +20,10 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// For the logits of a model of this shape; one for each queue of launches.
+    /// For the logits of a model with this config. Each queue of launches needs a sampler of its own.
     ///
     /// # Errors
-    /// [`Error::Unsupported`], too little memory, or a driver error.
+    /// [`Error::Unsupported`] if the vocabulary is too large, too little memory, or a driver error.
     pub fn new(device: &Device, config: &Config) -> Result<Self, Error> {
         let vocab = config.vocab_size as u32;
         if vocab > MOST_VOCAB {
@@ -43,7 +44,7 @@ impl Sampler {
         (teams * splits, Split { scratch: self.scratch.ptr_mut(), splits })
     }
 
-    /// Enqueues [`sample`](sample::sample) over up to `rows` rows; `params` hold all but how these are split.
+    /// Enqueues [`sample`](sample::sample) over up to `rows` rows. Sets `params.split` itself.
     ///
     /// # Safety
     /// The addresses in `params` are as its documentation says.
@@ -56,7 +57,7 @@ impl Sampler {
         unsafe { self.device.launch_cooperative::<sample::sample>(grid, SHARED_BYTES, Sample { split, ..params }) }
     }
 
-    /// Enqueues [`sample_each`](sample::sample_each), likewise.
+    /// Enqueues [`sample_each`](sample::sample_each) over `params.count` rows. Sets `params.split` itself.
     ///
     /// # Safety
     /// As for [`enqueue`](Self::enqueue).
@@ -66,11 +67,11 @@ impl Sampler {
     pub unsafe fn enqueue_each(&self, params: SampleEach) -> Result<(), Error> {
         let (grid, split) = self.split(params.count);
         let params = SampleEach { split, ..params };
-        // SAFETY: as above.
+        // SAFETY: as in `enqueue`.
         unsafe { self.device.launch_cooperative::<sample::sample_each>(grid, SHARED_BYTES, params) }
     }
 
-    /// Enqueues [`note_logits`](logprobs::note_logits), likewise.
+    /// Enqueues [`note_logits`](logprobs::note_logits) over `params.noted` rows. Sets `params.split` itself.
     ///
     /// # Safety
     /// As for [`enqueue`](Self::enqueue).
@@ -80,11 +81,11 @@ impl Sampler {
     pub unsafe fn enqueue_notes(&self, params: NoteLogits) -> Result<(), Error> {
         let (grid, split) = self.split(params.noted);
         let params = NoteLogits { split, ..params };
-        // SAFETY: as above.
+        // SAFETY: as in `enqueue`.
         unsafe { self.device.launch_cooperative::<logprobs::note_logits>(grid, SHARED_BYTES, params) }
     }
 
-    /// Enqueues [`next_draft`](draft_model::next_draft), likewise.
+    /// Enqueues [`next_draft`](draft_model::next_draft) over `params.note.noted` rows. Sets `params.note.split` itself.
     ///
     /// # Safety
     /// As for [`enqueue`](Self::enqueue).
@@ -94,7 +95,7 @@ impl Sampler {
     pub unsafe fn enqueue_draft(&self, params: NextDraft) -> Result<(), Error> {
         let (grid, split) = self.split(params.note.noted);
         let params = NextDraft { note: NoteLogits { split, ..params.note }, ..params };
-        // SAFETY: as above.
+        // SAFETY: as in `enqueue`.
         unsafe { self.device.launch_cooperative::<draft_model::next_draft>(grid, SHARED_BYTES, params) }
     }
 }

@@ -11,11 +11,12 @@ use model::plan::{Gemm, Matrix};
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// Matrices one after another; or those of one layer in the place of all, and the head.
+/// A model's matrices, one after another; or the matrices of one layer, whose memory all layers share in turn, and the
+/// head.
 pub struct Stream {
     weights: Buffer<bf16>,
     matrices: Vec<StreamMatrix>,
-    /// Chunks up to the head: of one layer, if that is all.
+    /// Chunks before the head: of all layers, or of one if they share its memory.
     layer_chunks: u64,
 }
 
@@ -26,9 +27,9 @@ pub struct Source {
     pub weight: Global<bf16>,
     /// `[n, k]` the up projection's; null otherwise.
     pub up: Global<bf16>,
-    /// Output features, of each.
+    /// Output features; of gate and up each.
     pub n: u32,
-    /// The N-tile of the matrix that it begins with.
+    /// The N-tile of the whole matrix at which this part begins.
     pub first_n_tile: u32,
 }
 
@@ -54,8 +55,8 @@ pub fn n_tiles(gemm: &Gemm) -> (u32, u32) {
     ((gemm.weight_rows() as u32).div_ceil(N_TILE), gemm.k as u32)
 }
 
-/// The chunks at which matrices of so many N-tiles and input features each begin, laid out for `blocks` blocks one
-/// after another; and the last one's end.
+/// The chunk at which each matrix begins, and the last one's end. `matrices` are the N-tiles and input features of
+/// each. They lie one after another, laid out for `blocks` blocks.
 pub fn bases(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> Vec<u64> {
     let mut walk = Walk::new(blocks);
     let mut end_of = |(n_tiles, k)| {
@@ -65,13 +66,13 @@ pub fn bases(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> Vec
     std::iter::once(0).chain(matrices.into_iter().map(&mut end_of)).collect()
 }
 
-/// The chunks of such matrices.
+/// Chunks of all these matrices, which are as for [`bases`].
 pub fn chunks(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> u64 {
     bases(matrices, blocks).last().copied().unwrap_or_default()
 }
 
 impl Stream {
-    /// Memory for matrices of so many N-tiles and input features each, one after another.
+    /// Allocates memory for matrices of these `sizes` (N-tiles and input features of each), one after another.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -79,7 +80,8 @@ impl Stream {
         Self::with_layers(device, sizes, 1)
     }
 
-    /// The same, of which all but the last stand for those of so many layers, which have the same places.
+    /// As [`new`](Self::new), but all matrices except the last stand for those of so many `layers`, which share their
+    /// memory.
     fn with_layers(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, layers: usize) -> Result<Self, Error> {
         let blocks = device.sms();
         let sizes: Vec<_> = sizes.into_iter().collect();
@@ -95,7 +97,7 @@ impl Stream {
         Ok(Self { weights, matrices, layer_chunks })
     }
 
-    /// The same for those of a model: each layer's, then the head.
+    /// Allocates memory for all matrices of a model: each layer's, then the head.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -103,7 +105,7 @@ impl Stream {
         Self::new(device, config.gemms().map(|gemm| n_tiles(&gemm)))
     }
 
-    /// The same for a model of which a layer is here at a time, and the head.
+    /// Allocates memory for the matrices of one layer of a model, which all its layers share in turn, and the head.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -116,7 +118,8 @@ impl Stream {
         config.gemms().skip(of_layer).map(|gemm| n_tiles(&gemm))
     }
 
-    /// Bytes of a model's, or of a layer and the head: for how many blocks they are laid out makes no difference.
+    /// Bytes of a model's matrices; or of one layer's and the head, if `is_of_layer`. The number of blocks that they
+    /// are laid out for makes no difference.
     pub fn bytes(config: &Config, is_of_layer: bool) -> u64 {
         let chunks = match is_of_layer {
             true => chunks(Self::of_layer_sizes(config), 1),
@@ -125,21 +128,21 @@ impl Stream {
         chunks * u64::from(CHUNK_BYTES)
     }
 
-    /// Whether all layers have the memory of one.
+    /// Whether all layers share the memory of one.
     pub fn is_of_layer(&self) -> bool {
         self.matrices.len() > Matrix::OF_LAYER.len() + 1
             && self.matrices[0].base == self.matrices[Matrix::OF_LAYER.len()].base
     }
 
-    /// Chunks of the layers that are here: of one, or of all.
+    /// Chunks of the layers' matrices: of one layer, if all share its memory.
     pub fn layer_chunks(&self) -> u64 {
         self.layer_chunks
     }
 
-    /// Enqueues that matrix `number`, or a part of it, is laid out.
+    /// Enqueues the copy of matrix `number`, or of a part of it, from `source` into the stream's layout.
     ///
     /// # Safety
-    /// The source is what is said, with as many input features as the matrix.
+    /// `source` is what [`Source`] says, with as many input features as the matrix.
     ///
     /// # Errors
     /// A refused launch.
@@ -155,7 +158,7 @@ impl Stream {
         unsafe { device.launch::<lay_out>((source.n_tiles(), to.k.div_ceil(CHUNK_FEATURES)), 0, params) }
     }
 
-    /// A matrix of a layer; [`Matrix::number`] says what the layer of the head is.
+    /// A matrix of a layer. For the head, `layer` is how many layers there are: see [`Matrix::number`].
     ///
     /// # Panics
     /// If there is no such matrix: a bug of the caller.
@@ -163,17 +166,17 @@ impl Stream {
         self.matrices[matrix.number(layer)]
     }
 
-    /// All of them, in their order.
+    /// All matrices: each layer's in turn, then the head.
     pub fn matrices(&self) -> &[StreamMatrix] {
         &self.matrices
     }
 
-    /// All weights.
+    /// The memory of all matrices.
     pub fn weights(&self) -> &Buffer<bf16> {
         &self.weights
     }
 
-    /// Blocks that they are laid out for.
+    /// Blocks that the matrices are laid out for.
     pub fn blocks(&self) -> u32 {
         self.weights.device().sms()
     }

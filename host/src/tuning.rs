@@ -1,8 +1,8 @@
-//! Numbers that were measured, in a table for each target: from how many rows on a path is used, how much of a card it
-//! takes. Two of them are the same for all cards. None of them changes a bit of any output.
+//! Measured numbers, in a table for each target: for example from how many rows on a path is used, or how much of a
+//! card it takes. Numbers outside the tables are the same for all cards. None of them changes a bit of any output.
 //!
 //! # Adding a card
-//! Add a table, and say in [`Tuning::of`] which cards it is for, by what they can do. `warpdraft bench` and the
+//! Add a table, and say in [`Tuning::of`] which cards it is for, by their capabilities. `warpdraft bench` and the
 //! examples of `benches` measure what these numbers decide.
 
 use std::ops::RangeInclusive;
@@ -12,89 +12,94 @@ use gpu_kernels::drafting;
 
 use crate::device::Capabilities;
 
-/// Most rows of a pass over prompts: every weight is read once for so many. One number, since what a model needs of
-/// memory is told before a card is known.
+/// Most rows of a pass over prompts, which reads every weight once for all of them. The same for all cards, because how
+/// much memory a model needs is told before the card is known.
 pub const PASS_ROWS: usize = 8192;
 
-/// What a draft adds to a decode step on a device, between what it does with bf16 weights and with packed ones
-/// (`docs/reference/kernels/decode.md`). One number, so that the same text takes the same steps on every card.
+/// What a draft adds to the time of a decode step on a device. It lies between what it adds with bf16 weights and with
+/// packed ones (`docs/reference/kernels/decode.md`). The same for all cards, so that a text takes the same steps on
+/// every card.
 pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 
-/// What a layer of a decode step takes besides reading its weights, in bytes that could be read meanwhile
-/// (`docs/reference/kernels/decode.md`): what a pass of a draft model costs follows from it.
+/// The time that a layer of a decode step takes besides reading its weights, as the bytes that could be read meanwhile
+/// (`docs/reference/kernels/decode.md`). The cost of a draft model's pass follows from it.
 pub(crate) const DRAFT_LAYER_BYTES: u64 = 32 << 20;
 
-/// What work takes until it has been measured, in seconds: what any card of the last years does.
+/// How long work is taken to last until it has been measured, in seconds. Cards of recent years are about so fast.
 pub(crate) mod first_guess {
     /// Bytes a second over the bus.
     const BUS: f64 = 40e9;
     /// Operations a second of GEMMs of many rows.
     const GEMM: f64 = 400e12;
-    /// Bytes a second of memory that is read, and rows for which weights are read once.
+    /// Bytes of memory that are read a second, and rows for which weights are read once.
     const READ: f64 = 1e12;
     const ROWS: f64 = 64.0;
 
-    /// For a page of so many bytes to leave the device and come back.
+    /// The time for a page of so many bytes to leave the device and come back.
     pub(crate) fn swap(bytes: f64) -> f64 {
         2.0 * bytes / BUS
     }
 
-    /// For a row of a prompt, by the bytes of the weights in bf16: two operations for each weight where prompts have
-    /// passes of their own.
+    /// The time for a row of a prompt, from the bytes of the weights in bf16. Where prompts have passes of their own,
+    /// these are bound by arithmetic: two operations for each weight of two bytes. Otherwise they are bound by reading
+    /// the weights.
     pub(crate) fn row(weight_bytes: f64, prompts_apart: bool) -> f64 {
         if prompts_apart { weight_bytes / GEMM } else { weight_bytes / (ROWS * READ) }
     }
 }
 
-/// What is good for a target.
+/// The numbers for a target.
 #[derive(Debug, PartialEq)]
 pub struct Tuning {
     /// What a person calls the target.
     pub name: &'static str,
-    /// Sequences of a batch at once, where nothing is said.
+    /// Most sequences of a batch at once, by default.
     pub sequences: u32,
-    /// Rows of a batch's step, where nothing is said and prompts have no passes of their own.
+    /// Most rows of a batch's step, by default, where prompts have no passes of their own.
     pub step_rows: u32,
-    /// How many rows of prompts are best read in together: the cheapest of these. Over fewer, more passes end with idle
-    /// SMs; over more, more slots of a batch wait.
+    /// Candidates for how many rows of prompts a batch reads in together. The cheapest is chosen. With fewer rows, more
+    /// passes end with idle SMs; with more, more slots of a batch wait.
     pub prompt_rows: RangeInclusive<u32>,
-    /// Prompts are read in sooner than enough of them wait, once they have missed a token for each so many that
-    /// generate: a pass over few rows takes about so much of a decode step.
+    /// Prompts wait for others, to be read in together, until they have missed one token for every this many sequences
+    /// that generate. A pass over few rows takes about a decode step divided by this, and so costs the others as many
+    /// tokens.
     pub prompt_share: u32,
-    /// Passes over at least so many rows of sequences have their GEMMs as launches.
+    /// Passes over at least this many rows of sequences run their GEMMs as separate launches.
     pub gemm_rows: u32,
-    /// Passes over at most so many rows of sequences read codes where bf16 weights are beside them.
+    /// Passes over at most this many rows of sequences read codes even where bf16 weights are kept beside them.
     pub code_rows: u32,
-    /// Tiles of a prompt's attention from which on CTAs in pairs are faster.
+    /// From this many attention tiles of a prompt on, CTAs in pairs are faster.
     pub paired_tiles: u32,
-    /// Full pages that a step has to read for them to be packed; `usize::MAX` where plain ones are read sooner than
-    /// packed ones are unpacked.
+    /// KV pages are packed if a step has to read at least this many full ones. `usize::MAX`: never, since plain pages
+    /// are read faster than packed ones are unpacked.
     pub packed_pages: usize,
-    /// Bytes of bf16 that a step reads for each layer, those of the output head shared out, from which on it is sooner
-    /// done with weights packed without loss.
+    /// From this many bytes of bf16 weights for each layer on, a decode step is faster with weights packed without
+    /// loss. The output head's bytes are shared out among the layers.
     pub lossless_from: u64,
-    /// SMs that a copy over the bus wants: it is no faster with more.
+    /// SMs for a copy over the bus. With more it is no faster.
     pub copy_sms: u32,
     /// How GEMMs of many rows are cut.
     pub gemm: GemmTuning,
 }
 
-/// By what a GEMM's [cut](crate::gemm::Cut) is chosen, and how it is launched.
+/// How a GEMM's [cut](crate::gemm::Cut) is chosen, and how it is launched.
 #[derive(Debug, PartialEq)]
 pub struct GemmTuning {
-    /// What a round of tiles takes, for each cut in the order of [`Cut::ALL`](crate::gemm::Cut::ALL), where 100 is one
-    /// of 128 rows × 256 weight rows. (A tile of 128 weight rows is somewhat more than half the work of one of 256.)
+    /// The time of a round of tiles in each cut, in the order of [`Cut::ALL`](crate::gemm::Cut::ALL). 100 is the time
+    /// of a round of 128 rows × 256 weight rows. (A tile of 128 weight rows is somewhat more than half the work of one
+    /// of 256.)
     pub rounds: [u32; 5],
-    /// What a second launch adds: it begins and ends somewhat later.
+    /// What a second launch adds, in the same unit: it begins and ends somewhat later than the first.
     pub second_launch: u32,
-    /// Rows from which on it pays to share tiles in clusters; and multiples of rows of which 4 × 2 clusters pay with
-    /// fewer.
+    /// From this many rows on, it pays to share tiles in clusters.
     pub cluster_rows: u32,
-    /// See `cluster_rows`.
+    /// With fewer rows, 4 × 2 clusters pay if the number of rows is a multiple of this.
     pub whole_cluster_rows: u32,
-    /// Rows of a band of tiles, which are walked together so that L2 has what they share: of blocks, and of clusters.
+    /// Rows of a band of tiles: for single blocks, and for clusters. Tiles are taken band by band, so that L2 holds the
+    /// rows and weights that they share.
     pub band_rows: [u32; 2],
-    /// GEMMs of more input features than this begin no launch early on more than half of the card.
+    /// [Tiles of 128 weight rows](crate::gemm::Cut::N128) with more input features than this are not launched early on
+    /// more than half of the card.
     pub long_k: u32,
 }
 
@@ -125,16 +130,17 @@ impl Tuning {
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
     pub const H200: Self = Self { name: "H200", packed_pages: usize::MAX, ..Self::H100 };
 
-    /// Every other card, of which none was measured: what takes the fewest bets.
+    /// Every other card. None was measured, so the numbers are cautious.
     pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };
 
     /// The emulator: little of everything, since it runs lane by lane.
     pub const EMULATOR: Self = Self { name: "emulator", sequences: 8, ..Self::H100 };
 
-    /// From so many bytes of memory a cycle and SM on a card is taken for an H200: an H100 has 12.8, an H200 18.8.
+    /// A Hopper card is taken for an H200 if its memory moves at least this many bytes a cycle for each SM. An H100 has
+    /// 12.8, an H200 18.8.
     const FAST_MEMORY: f64 = 16.0;
 
-    /// The table for what can do this.
+    /// The table for a device with these capabilities.
     pub fn of(capabilities: &Capabilities) -> &'static Self {
         match capabilities.bytes_per_cycle {
             None => &Self::EMULATOR,

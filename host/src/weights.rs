@@ -33,39 +33,39 @@ pub struct DeviceWeights {
     pub embed: Buffer<bf16>,
     /// One for each layer.
     pub layers: Vec<DeviceLayer>,
-    /// `[hidden]`.
+    /// `[hidden]`: the final norm.
     pub norm: Buffer<bf16>,
-    /// The matrices of the layers, and the head; or those of one layer at a time, where they are
-    /// [compact](Self::compact) otherwise.
+    /// The matrices of all layers and the head, in bf16. Where the layers are kept [compact](Self::compact) alone, it
+    /// holds one layer's matrices at a time, and the head.
     pub stream: Stream,
-    /// The matrices in fewer bytes, if they are kept so.
+    /// The matrices in fewer bytes than bf16 takes, if they are kept so.
     pub compact: Compact,
     /// The head packed without loss, for steps of one row, beside codes of the layers' matrices.
     pub packed_head: Option<Packed>,
 }
 
-/// One layer's weights, but for its matrices.
+/// One layer's weights, apart from its matrices.
 pub struct DeviceLayer {
-    /// `[hidden]`.
+    /// `[hidden]`: the norm before attention.
     pub input_norm: Buffer<bf16>,
     /// `[(q_heads + 2 · kv_heads) · 128]`: the biases of queries, keys and values; none where the plan has none.
     pub qkv_bias: Option<Buffer<bf16>>,
     /// `[128]`; ones where the plan has no norms of heads.
     pub q_norm: Buffer<bf16>,
-    /// `[128]`, likewise.
+    /// `[128]`; ones where the plan has no norms of heads.
     pub k_norm: Buffer<bf16>,
-    /// `[hidden]`.
+    /// `[hidden]`: the norm before the feed-forward.
     pub post_attention_norm: Buffer<bf16>,
 }
 
 impl DeviceWeights {
-    /// Copies `checkpoint` to `device`, and lays its matrices out on the way. f16 and f32 weights are rounded to bf16,
-    /// and quantised ones become the bf16 that they mean; or all are what is `kept`. Every weight is checked on the
-    /// way. Where that cannot be kept after all, `plain_fits` is asked before all of it is loaded again, as bf16.
+    /// Copies `checkpoint` to `device`, checks every weight and lays the matrices out. f16 and f32 weights are rounded
+    /// to bf16, and quantised ones are decoded to bf16. Then the matrices are kept as `kept` says. If they turn out not
+    /// to fit that format, `plain_fits` is asked, and everything is loaded again as bf16.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, what `plain_fits`
-    /// says, or [`Error::Interrupted`] when `progress` breaks.
+    /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, the error of
+    /// `plain_fits`, or [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(
         checkpoint: &Checkpoint,
         device: &Device,
@@ -76,14 +76,14 @@ impl DeviceWeights {
         if let Some(kept) = Self::upload_as(checkpoint, device, kept, progress)? {
             return Ok(kept);
         }
-        // A scale or a weight that the kernels' codes do not have, or too many escapes: the weights themselves are then
-        // what is kept.
+        // The kernels' codes lack some scale or weight, or there are too many escapes. So the weights are kept as bf16.
         plain_fits()?;
         let plain = Self::upload_as(checkpoint, device, None, progress)?;
         Ok(plain.expect("weights in bf16 have no codes that could not do"))
     }
 
-    /// The same as what is kept, or as bf16; none if that cannot be kept after all.
+    /// As [`upload`](Self::upload), in the format that `kept` says, or as bf16. None if the weights turn out not to fit
+    /// the format.
     fn upload_as(
         checkpoint: &Checkpoint,
         device: &Device,
@@ -93,7 +93,7 @@ impl DeviceWeights {
         let of_checkpoint = checkpoint.weights()?;
         let mut plan = Plan::new(device);
         let planned = || Self::planned(&of_checkpoint, &checkpoint.config, kept, &mut plan);
-        // Where matrices wait to be laid out, as long as this takes.
+        // The staging buffers live until everything has been laid out.
         let (this, _staging) = timed("memory for the weights", planned)?;
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
@@ -106,7 +106,7 @@ impl DeviceWeights {
                 let (weight, first) = weights[i];
                 let mut take = |rows, codes: &_| collector.take(weight, rows, codes);
                 weight.read_bf16_and(first + at / 2, out, &mut take)?;
-                // The rest would be read for nothing.
+                // Stops here: all is loaded again as bf16.
                 if collector.is_unfit() { Err(Error::Interrupted) } else { Ok(()) }
             }
         };
@@ -114,7 +114,7 @@ impl DeviceWeights {
             let Some((number, source)) = behind[group] else { return Ok(()) };
             // SAFETY: the copies of the matrix are enqueued, and its memory is filled anew behind this alone.
             unsafe { this.stream.lay_out(device, number, source)? };
-            // The head comes in parts, and stays.
+            // The head comes in parts and stays as bf16. If it is packed too, that is enqueued at the end.
             if number >= this.layers.len() * Matrix::OF_LAYER.len() {
                 return Ok(());
             }
@@ -149,7 +149,8 @@ impl DeviceWeights {
         this.finish()
     }
 
-    /// Once all matrices are there: none if they are not what they are to be. Waits for the device.
+    /// Once all matrices are there: checks that they are exactly the checkpoint's. None if not; a packed head is
+    /// dropped if it alone is not. Waits for the device.
     fn finish(mut self) -> Result<Option<Self>, Error> {
         if let Some(head) = &mut self.packed_head
             && !head.finish()?
@@ -159,7 +160,7 @@ impl DeviceWeights {
         Ok(self.compact.finish()?.then_some(self))
     }
 
-    /// Memory for the weights, with a plan of what belongs where, and for matrices on their way.
+    /// Allocates memory for the weights, and staging buffers for the matrices. Adds to `plan` what is copied where.
     fn planned<'w>(
         weights: &'w Weights<Weight<'w>>,
         config: &Config,
@@ -175,7 +176,7 @@ impl DeviceWeights {
         let packed_head = Self::memory_of_head(device, config, kept)?;
         let embed = plan.buffer(&[&weights.embed])?;
         let head = Matrix::Head.number(config.num_hidden_layers);
-        // The head, if it is that, from where it is.
+        // If the head is the embedding, it is laid out from there.
         plan.end_group(None, tied.then(|| (head, Source::new(&embed, config.vocab_size, None))));
         let layer = |(i, layer): (usize, &'w LayerWeights<Weight<'w>>)| {
             let this = DeviceLayer {
@@ -200,19 +201,19 @@ impl DeviceWeights {
         Ok((Self { embed, layers, norm, stream, compact, packed_head }, staging))
     }
 
-    /// Memory for a packed head.
+    /// Memory for a packed head, if one is kept.
     fn memory_of_head(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Option<Packed>, Error> {
         let size = kept.and_then(|kept| kept.head);
         size.map(|size| Packed::of_head(device, config, size)).transpose()
     }
 
-    /// Memory for matrices in bf16.
+    /// Memory for matrices in bf16: of all layers or of one, and the head.
     fn memory(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Stream, Error> {
         let is_of_layer = kept.is_some_and(|kept| !kept.plain);
         if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) }
     }
 
-    /// Bytes of a model's, of which this is kept, if it is not bf16 alone.
+    /// Bytes of a model's weights on a device that keeps its matrices as `kept` says. None: as bf16 alone.
     pub fn bytes(config: &Config, kept: Option<Kept>) -> u64 {
         let matrices: usize = config.gemms().map(|gemm| 2 * gemm.weights()).sum();
         let tied = if config.tie_word_embeddings { 2 * config.head().weights() } else { 0 };
@@ -222,12 +223,12 @@ impl DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// The codes of the layers' matrices, if they are kept so and mean bf16.
+    /// The codes of the layers' matrices, if they are kept so and kernels decode them to bf16.
     pub fn codes(&self) -> Option<&Quantized> {
         if let Compact::Quantized(codes) = &self.compact { Some(codes) } else { None }
     }
 
-    /// The codes of the layers' matrices, if codes are what is multiplied.
+    /// The codes of the layers' matrices, if GEMMs multiply the codes themselves.
     pub fn e4m3(&self) -> Option<&E4m3> {
         if let Compact::E4m3(codes) = &self.compact { Some(codes) } else { None }
     }
@@ -237,8 +238,8 @@ impl DeviceWeights {
         if let Compact::Packed(packed) = &self.compact { Some(packed) } else { None }
     }
 
-    /// Enqueues that the [stream](Self::stream) has a layer's matrices, for what comes next to read: where it has room
-    /// for one layer alone, they are made now.
+    /// Makes the [stream](Self::stream) hold a layer's matrices for the launches that follow. If it has room for one
+    /// layer alone, this enqueues that they are made from the [compact](Self::compact) ones.
     ///
     /// # Errors
     /// A refused launch.
@@ -256,8 +257,8 @@ impl DeviceWeights {
         }
     }
 
-    /// The norm that comes next where a GEMM of the plan adds to the residual stream: the layer's second, the next
-    /// layer's first, or the final one.
+    /// The norm that follows a GEMM of the plan that adds to the residual stream: the layer's second, the next layer's
+    /// first, or the final one.
     pub fn norm_after(&self, layer: usize, gemm: &Gemm) -> &Buffer<bf16> {
         match gemm.matrix {
             Matrix::Output => &self.layers[layer].post_attention_norm,
@@ -267,21 +268,21 @@ impl DeviceWeights {
         }
     }
 
-    /// The embedding of `rows` as a `residual` stream, prepared for the first layer.
+    /// Parameters of the embedding of `rows`: it writes the `residual` stream and prepares the first layer's norm.
     pub fn embedding(&self, rows: Rows, residual: Residual) -> Embed {
         let vocab = self.embed.len() / residual.dim as usize;
         Embed { rows, table: self.embed.ptr(), residual, norm: self.layers[0].input_norm.ptr(), vocab: vocab as u32 }
     }
 }
 
-/// Gathers the scales of codes while they are read.
+/// Gathers the scales of codes while a checkpoint is read.
 enum Scales {
     Words(quantized::Collector),
     Blocks(e4m3::Collector),
 }
 
 impl Scales {
-    /// For a checkpoint's weights, whose codes are such.
+    /// For a checkpoint's weights, whose codes are of this kind.
     fn new(weights: &Weights<Weight<'_>>, coding: Coding) -> Self {
         match coding.in_blocks {
             true => Self::Blocks(e4m3::Collector::new(weights)),
@@ -289,7 +290,7 @@ impl Scales {
         }
     }
 
-    /// Takes those of some rows of a weight.
+    /// Takes the scales of some rows of a weight.
     fn take(&self, weight: &Weight<'_>, rows: Range<usize>, codes: &Codes) {
         match self {
             Self::Words(of) => of.take(weight, rows, codes),
@@ -297,7 +298,7 @@ impl Scales {
         }
     }
 
-    /// Whether there was a scale that the kernels do not have.
+    /// Whether the kernels cannot read the codes with these scales.
     fn is_unfit(&self) -> bool {
         matches!(self, Self::Words(of) if of.is_unfit())
     }
@@ -335,7 +336,7 @@ mod tests {
 
     #[test]
     fn the_device_gets_what_is_stored() {
-        // Whose head is the embedding; and one that has a head of its own.
+        // A model whose head is the embedding, and one that has a head of its own.
         stored_arrives(&Checkpoint::demo().unwrap());
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/separate_f16_sharded");
         stored_arrives(&Checkpoint::open(&golden).unwrap());
@@ -374,7 +375,8 @@ mod tests {
         assert!(weights.iter().enumerate().all(|(at, x)| stream[place(&head, at / inputs, at % inputs)] == *x));
     }
 
-    /// The element of the stream at which a matrix has this one, as `gpu_kernels::stream` says in words.
+    /// The index in the stream of a matrix's element at `row` and input `k`. The layout is the one that
+    /// `gpu_kernels::stream` describes in words.
     fn place(of: &StreamMatrix, row: usize, k: usize) -> usize {
         let (tile, wave) = (row / 16, 8 * of.blocks as usize);
         let passed = tile / wave * wave;
@@ -387,7 +389,7 @@ mod tests {
         chunk * 8192 + core * 64 + row % 8 * 8 + k % 32 / 8 * 2 + k % 2
     }
 
-    /// The demo model in a folder of its own, with one element of a tensor changed to this.
+    /// The demo model in a folder of its own, with one element of a tensor changed to `value`.
     fn damaged(tensor: &str, index: usize, value: bf16) -> PathBuf {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/demo");
         let name = format!("warpdraft-upload-{}-{}", std::process::id(), value.to_bits());
@@ -437,7 +439,7 @@ mod tests {
         let demo = Checkpoint::demo().unwrap();
         let format = MatrixFormat::Packed(PackedSize::of(&demo, 1).unwrap().expect("packed"));
         let device = Device::emulator(0);
-        // One is far from all others, where a sample would not have met it.
+        // One weight's exponent is far from all others', where a sample would not have met it.
         let folder = damaged("model.layers.2.mlp.up_proj.weight", 4_321, bf16::from_f32(1e30));
         let far = Checkpoint::open(&folder);
         std::fs::remove_dir_all(&folder).unwrap();
@@ -462,7 +464,7 @@ mod tests {
         let kept = Kept::of(&checkpoint, &device).unwrap().expect("codes");
         let coding = kept.coding().expect("codes");
         assert!(coding.is_fine);
-        // Its scales in f16 have more bits than coarse ones.
+        // The checkpoint's scales are in f16, with more bits than coarse scales have.
         for is_fine in [true, false] {
             let kept = Kept { format: MatrixFormat::Coded(Coding { is_fine, ..coding }), ..kept };
             let full = || Err(Error::OutOfMemory { wanted: 1, free: 0 });

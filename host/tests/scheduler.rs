@@ -1,10 +1,9 @@
-//! The scheduler against a model of what it schedules: a device that knows, for every place in every page, which text
-//! it holds.
+//! Tests the scheduler against a model of the device, which knows for every place in every page which text it holds.
 //!
-//! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text; a
-//! plan may not go over its limits; who starts and who is preempted is as promised; and when all is done, no page is in
-//! use. Some steps are planned while the one before is under way, and some requests come into a stream of others that
-//! does not end before they do. Some choices are put off to the next step.
+//! The device executes plans literally. Before a row runs, every place before it must hold its own sequence's text. No
+//! plan may exceed its limits. Which sequences start and which are preempted must be as promised. When all is done, no
+//! page may be in use. Some steps are planned while the one before is under way. Some requests come into a stream of
+//! others that does not end before they do. Some choices are put off to the next step.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,29 +22,29 @@ mod rules;
 use device::{Device, next};
 use rules::{Planned, Rules, Sequence};
 
-/// What is asked for.
+/// A request of a case.
 #[derive(Debug, Clone)]
 struct Request {
     prompt: Vec<u32>,
-    /// Most tokens.
+    /// Most tokens, the prompt's included.
     length: usize,
-    /// After how many tokens the caller ends it early.
+    /// After how many generated tokens the caller ends it early.
     early: usize,
-    /// The step before which it comes.
+    /// The step before which it arrives.
     step: usize,
 }
 
-/// One case: what is asked for, and how lucky drafts are.
+/// One case: limits, requests, and how likely what else may happen is.
 #[derive(Debug, Clone)]
 struct Case {
     limits: Limits,
     costs: Costs,
     requests: Vec<Request>,
-    /// Before so many of 4 steps another short request comes, until all of `requests` have ended.
+    /// In this many of 4 steps, on average, another short request comes, until all of `requests` have ended.
     stream: usize,
-    /// Of 4 steps, so many are foreseen, as far as they can be.
+    /// This many of 4 steps, on average, are foreseen, as far as they can be.
     foreseen: usize,
-    /// Of 8 choices, so many are put off.
+    /// This many of 8 choices, on average, are put off.
     late: usize,
     seed: u64,
 }
@@ -71,7 +70,7 @@ fn case() -> impl Strategy<Value = Case> {
             host_pages,
             drafts,
             draft_rows,
-            // From 20 on: at once.
+            // From 20 on it stands for 0: prompts start at once.
             prompt_rows: if prompt_rows < 20 { prompt_rows } else { 0 },
             prompt_share,
             prompts_apart,
@@ -91,14 +90,14 @@ fn case() -> impl Strategy<Value = Case> {
 struct Happened {
     swapped: u64,
     dropped: u64,
-    /// Tokens found, and brought back.
+    /// Tokens of prompts that the page index had; and those of them that came back from the host tier.
     shared: u64,
     restored: u64,
-    /// How often one started before another that had come earlier.
+    /// How often a sequence started before another that had come earlier.
     overtakings: u64,
     /// Drafts that were tried.
     drafted: u64,
-    /// Steps planned while another was under way, and rows that ran in them for nobody.
+    /// Steps planned while another was under way; and how many sequences had rows in them although they had ended.
     foreseen: u64,
     wasted: u64,
     /// Choices that were put off.
@@ -114,11 +113,11 @@ fn run(case: &Case) -> Happened {
     let mut coming = requests;
     coming.sort_by_key(|request| std::cmp::Reverse(request.step));
     let mut sequences: BTreeMap<SequenceId, Sequence> = BTreeMap::new();
-    // Those of `requests` that have come.
+    // The sequences of `requests` that have come and have not ended.
     let mut asked: BTreeSet<SequenceId> = BTreeSet::new();
     let mut random = (0..).map(|i| model::sampling::random(seed, i));
     let mut random = move |n: usize| (random.next().unwrap_or(0) % n as u64) as usize;
-    // Of a foreseen step, what it brings.
+    // What a foreseen step brings.
     let mut under_way: Option<Brought> = None;
     let mut happened = Happened::default();
     for step in 0.. {
@@ -141,7 +140,7 @@ fn run(case: &Case) -> Happened {
         if asked.is_empty() && coming.is_empty() {
             break;
         }
-        // What runs and is not at its end, as far as that can be foreseen.
+        // The sequences that run and are not at their end, as far as that can be foreseen.
         let goes_on = |id: &SequenceId| sequences.get(id).is_some_and(Sequence::goes_on);
         let slots = device.slots.iter().map(|(slot, (id, _))| (*slot, *id));
         let ran: BTreeMap<Slot, SequenceId> = slots.filter(|(_, id)| goes_on(id)).collect();
@@ -187,11 +186,11 @@ fn run(case: &Case) -> Happened {
             let mut drafts = 0;
             if work.rows == 1 {
                 decoding += 1;
-                // As the operator hands out its budget: each of the others is owed a row.
+                // As the drafting operator hands out its budget: each decoding sequence that follows is owed a row.
                 let left = plan.draft_threshold.saturating_sub(rows_of(&advances) + 1 + (owed - decoding));
                 drafts = random(1 + work.most_drafts.min(left) as usize);
             }
-            // Drafts: right up to a point, then wrong.
+            // Drafts are right up to a point, then wrong.
             let right = random(1 + drafts);
             let known = tokens.len();
             for draft in 0..drafts {
@@ -224,7 +223,7 @@ fn run(case: &Case) -> Happened {
             happened.wasted += brought.arrive(&mut scheduler, &mut sequences, true);
         }
     }
-    // What is left of the stream is wanted no longer.
+    // The sequences that are left of the stream are cancelled.
     sequences.into_keys().for_each(|id| scheduler.finish(id));
     assert_eq!((scheduler.pages_in_use(), scheduler.running(), scheduler.waiting()), (0, 0, 0));
     assert_eq!(scheduler.free_host_pages(), limits.host_pages as usize);
@@ -243,18 +242,18 @@ fn run(case: &Case) -> Happened {
 /// What a step brings.
 struct Brought {
     advances: Vec<Advance>,
-    /// Of each sequence with rows, its tokens after the step.
+    /// How many tokens each sequence with rows has after the step.
     lengths: Vec<(SequenceId, usize)>,
 }
 
 impl Brought {
-    /// The scheduler hears of it. Unless it is the last step that was planned, sequences may have run on since. Returns
-    /// how many had rows for nothing.
+    /// Tells the scheduler what the step brought. Unless this is the last step that was planned, sequences may have run
+    /// on since. Returns how many sequences had rows for nothing.
     fn arrive(self, scheduler: &mut Scheduler, sequences: &mut BTreeMap<SequenceId, Sequence>, is_last: bool) -> u64 {
         scheduler.advance(&self.advances);
         let mut wasted = 0;
         for (id, known) in self.lengths {
-            // Ended before.
+            // It had ended before the step.
             let Some(Sequence { tokens, length, end, .. }) = sequences.get(&id) else {
                 wasted += 1;
                 continue;

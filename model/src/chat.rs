@@ -25,50 +25,50 @@ mod python;
 pub use answer::{Answer, Piece, Splitter, ToolCall};
 pub use message::{Message, Role};
 
-/// What a template makes a prompt of.
+/// What a chat template renders a prompt from.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
     /// The messages.
     pub messages: &'a [Message],
     /// Descriptions of the tools that the model may call: JSON objects, as OpenAI's clients send them.
     pub tools: &'a [serde_json::Value],
-    /// Qwen3's switch: without it, the template closes the thinking part before the reply starts.
+    /// Qwen3's switch. If false, the template closes the thinking part before the reply starts.
     pub enable_thinking: bool,
-    /// Whether the assistant's turn is opened at the end.
+    /// Whether the prompt ends by opening the assistant's turn.
     pub add_generation_prompt: bool,
 }
 
 impl<'a> Conversation<'a> {
-    /// Without tools, with the assistant's turn to come.
+    /// A conversation without tools, whose prompt opens the assistant's turn.
     pub fn plain(messages: &'a [Message], enable_thinking: bool) -> Self {
         Self { messages, tools: &[], enable_thinking, add_generation_prompt: true }
     }
 }
 
-/// A chat template that was checked. Cloning shares it.
+/// A chat template that is known to compile. Cloning shares it.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// What templates may use.
+    /// The engine, with the filters, tests and functions that templates may use.
     environment: Environment<'static>,
     source: String,
-    /// Special tokens by role (`eos_token`), which templates may write.
+    /// Special tokens by role, such as `eos_token`. Templates see them as variables of these names.
     special_tokens: BTreeMap<String, String>,
     path: PathBuf,
 }
 
 const NAME: &str = "chat_template";
-/// Bytes of stack for a template: its longest expression may be as deep as it is long, until that is found out. What is
-/// not used takes no memory.
+/// Bytes of stack for the thread that runs the engine. Parsing recurses before the nesting is checked, so it may go as
+/// deep as the template is long. Stack that is never touched takes no memory.
 const STACK: usize = 256 << 20;
 
 impl ChatTemplate {
     /// Checks that a template compiles. `special_tokens` are variables that it may use; `path` is for error messages.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`].
+    /// [`Error::ChatTemplate`] if it does not compile, or goes beyond a limit of length or nesting.
     pub fn new(source: String, special_tokens: BTreeMap<String, String>, path: &Path) -> Result<Self, Error> {
         let inner = Inner { environment: Environment::new(), source, special_tokens, path: path.to_owned() };
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -101,15 +101,15 @@ impl ChatTemplate {
     /// The prompt for a conversation.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`], with the template's own words if it calls `raise_exception`, or with the limit that it
-    /// goes beyond: of instructions, of text, of nesting.
+    /// [`Error::ChatTemplate`] if rendering fails. The reason is the template's own message if it calls
+    /// `raise_exception`, or the limit (of instructions, text or nesting) that it goes beyond.
     pub fn render_conversation(&self, conversation: Conversation<'_>) -> Result<String, Error> {
         let Inner { environment, source, special_tokens, .. } = &*self.0;
         let render = || {
             limits::begin();
             let Conversation { messages, tools, enable_thinking, add_generation_prompt } = conversation;
             let (messages, tokens) = (Value::from(Serde(messages)), Value::from(Serde(special_tokens)));
-            // As transformers has it: none where there are none.
+            // As in transformers, an empty list of tools is passed as `none`.
             let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
             let documents = ();
             let root = context! { messages, tools, documents, enable_thinking, add_generation_prompt, ..tokens };
@@ -124,8 +124,14 @@ impl ChatTemplate {
         self.0.apart(render)
     }
 
-    /// Whether the answer to `conversation`, of which this template has made `prompt`, begins with a thought: none if
-    /// not, and true if the prompt has opened it. A model thinks if its template can be told that it should not.
+    /// Whether the answer to `conversation` begins with a thought. `prompt` is what this template made of
+    /// `conversation`.
+    ///
+    /// - `None`: the answer has no thought.
+    /// - `Some(true)`: the prompt has opened the thought.
+    /// - `Some(false)`: the answer opens the thought itself.
+    ///
+    /// A model is taken to think if its template makes another prompt with `enable_thinking` off.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`].
@@ -142,7 +148,7 @@ impl ChatTemplate {
 }
 
 impl Inner {
-    /// Runs the engine in a thread of its own, where it has the stack that it needs and its panics are errors.
+    /// Runs the engine in a thread of its own, which has the stack that it needs, and turns its panics into errors.
     fn apart<T: Send>(&self, run: impl FnOnce() -> Result<T, minijinja::Error> + Send) -> Result<T, Error> {
         let fails = |reason: String| Error::ChatTemplate { path: self.path.clone(), reason };
         let run = || crate::quiet::catch(|| run().map_err(|error| self.failed(&error)));
@@ -161,7 +167,7 @@ impl Inner {
     }
 }
 
-/// What a chat needs of `tokenizer_config.json`.
+/// The fields of `tokenizer_config.json` that a chat needs.
 #[derive(Debug, Default)]
 pub(crate) struct TokenizerConfig {
     /// Special tokens by role, such as `eos_token`.
@@ -186,7 +192,8 @@ impl TokenizerConfig {
     }
 }
 
-/// The field `chat_template` is the template, or a list of named ones of which `default` is meant for chat.
+/// The chat template in the field `chat_template`, which is a text or a list of named templates. Of a list, the one
+/// named `default` is meant for chat.
 fn default_template(field: &serde_json::Value) -> Option<String> {
     if let Some(text) = field.as_str() {
         return Some(text.to_owned());
@@ -195,7 +202,7 @@ fn default_template(field: &serde_json::Value) -> Option<String> {
     field.as_array()?.iter().find(named)?.get("template")?.as_str().map(str::to_owned)
 }
 
-/// The engine's message with its line, fit to be shown: templates and requests have a say in it.
+/// The engine's message with its line, made fit to be shown: templates and requests can put text into it.
 fn reason_of(error: &minijinja::Error) -> String {
     let detail = match error.kind() {
         ErrorKind::OutOfFuel => "it takes more steps than any prompt needs".to_owned(),
@@ -208,10 +215,10 @@ fn reason_of(error: &minijinja::Error) -> String {
     }
 }
 
-/// `tojson` as transformers defines it: `json.dumps(value, ensure_ascii=False)`, with its `indent`.
+/// `tojson` as transformers defines it: `json.dumps(value, ensure_ascii=False)`, with the option `indent`.
 fn tojson(value: Value, options: Kwargs) -> Result<Value, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Options that the templates of other families pass; their defaults are what is done here.
+    // Templates of other families pass these options. They are ignored: the output is always that of their defaults.
     for ignored in ["ensure_ascii", "separators", "sort_keys"] {
         let _: Option<Value> = options.get(ignored)?;
     }

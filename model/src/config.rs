@@ -17,7 +17,7 @@ use crate::rope::Scaling;
 /// Sizes and constants of a dense model, checked: every size is positive, heads divide evenly.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Which family it is of: for people alone.
+    /// The model's family, for messages alone.
     pub family: &'static Family,
     /// What each layer computes, with all its sizes.
     pub plan: LayerPlan,
@@ -25,13 +25,13 @@ pub struct Config {
     pub vocab_size: usize,
     /// Decoder layers.
     pub num_hidden_layers: usize,
-    /// Longest sequence that the model was made for, in tokens; with YaRN, what that makes of it.
+    /// Longest sequence that the model was made for, in tokens. With YaRN, the length that the scaling extends it to.
     pub max_position_embeddings: usize,
     /// Added to the mean square in every RMS norm.
     pub rms_norm_eps: f32,
     /// Base of the rotary position embedding.
     pub rope_theta: f64,
-    /// How that is scaled, if it is.
+    /// How the rotary embedding is scaled, if it is.
     pub rope_scaling: Option<Scaling>,
     /// Whether the head is the embedding itself.
     pub tie_word_embeddings: bool,
@@ -47,7 +47,7 @@ impl Config {
     /// # Errors
     /// [`Error::Json`], [`Error::UnsupportedArchitecture`], [`Error::UnsupportedSetting`] or [`Error::InvalidSetting`].
     pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
-        // The architecture first: another model's config may well lack the fields that these have.
+        // The architecture first: another model's config may lack fields that `RawConfig` requires.
         let which: Architecture = parse_json(json, path)?;
         let family = Family::of(which.architectures.as_deref(), which.model_type.as_deref(), path)?;
         let raw: RawConfig = parse_json(json, path)?;
@@ -65,7 +65,7 @@ impl Config {
                 attention: Attention {
                     query_heads: raw.num_attention_heads,
                     key_value_heads: raw.num_key_value_heads.unwrap_or(raw.num_attention_heads),
-                    // Of no heads there is no size; what is wrong then is said below.
+                    // Zero heads must not divide by zero; `check` below reports them.
                     head_dim: head_dim.unwrap_or(raw.hidden_size / raw.num_attention_heads.max(1)),
                     traits,
                 },
@@ -91,7 +91,7 @@ impl Config {
     /// The published dense Qwen3 models, by what their names end in.
     pub const PUBLISHED: [&'static str; 6] = ["0.6B", "1.7B", "4B", "8B", "14B", "32B"];
 
-    /// The shape of a [published](Self::PUBLISHED) model, as its `config.json` has it.
+    /// The config of a [published](Self::PUBLISHED) model, as in its `config.json`; `None` for other names.
     pub fn published(name: &str) -> Option<Self> {
         let (hidden, intermediate, layers, heads, tied) = match name {
             "0.6B" => (1024, 3072, 28, 16, true),
@@ -199,7 +199,7 @@ impl Config {
     }
 }
 
-/// Default sampling of a checkpoint; what the files leave unsaid is `None`.
+/// Default sampling of a checkpoint. What the files do not say is `None`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationConfig {
     /// Ids that end a reply; from `generation_config.json`, else `config.json`, else the tokenizer's `eos_token`.
@@ -208,11 +208,11 @@ pub struct GenerationConfig {
     pub do_sample: Option<bool>,
     /// Divides the logits.
     pub temperature: Option<f32>,
-    /// Number of most likely tokens kept.
+    /// Number of most likely tokens kept; 0 keeps all.
     pub top_k: Option<u32>,
-    /// Share of the probability kept.
+    /// Share of the probability kept (nucleus sampling).
     pub top_p: Option<f32>,
-    /// Least probability kept, as a share of the greatest.
+    /// Least probability kept, as a share of the greatest probability.
     pub min_p: Option<f32>,
     /// Hugging Face's repetition penalty.
     pub repetition_penalty: Option<f32>,
@@ -305,7 +305,7 @@ struct RawConfig {
     quantization_config: Option<Value>,
 }
 
-/// As every family has it in transformers.
+/// The default of every family in transformers.
 fn default_eps() -> f32 {
     1e-6
 }

@@ -1,4 +1,4 @@
-//! Everything that can be wrong with a model that a user names, each as a sentence with the mend.
+//! Everything that can be wrong with a model that a user names. Each error is a sentence that says what to do about it.
 
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// A FIFO, a device or a directory has the name of one of a checkpoint's files.
+    /// A FIFO, a device or the like has the name of one of a checkpoint's files. (A directory is `Error::Io`.)
     #[error(
         "{} is not a regular file, as all of a checkpoint are: put the file itself there, or a link to it",
         path.display()
@@ -50,7 +50,7 @@ pub enum Error {
         /// The parser's reason, with line and column.
         reason: String,
     },
-    /// Another architecture than those of [`family`](crate::family).
+    /// The config names an architecture that [`family`](crate::family) does not have.
     #[error("{} describes a `{found}` model{hint}; warpdraft runs {supported}: choose one of these", path.display())]
     UnsupportedArchitecture {
         /// `config.json`.
@@ -62,7 +62,7 @@ pub enum Error {
         /// A further clause for a near miss such as mixture-of-experts Qwen3, or nothing.
         hint: &'static str,
     },
-    /// An EAGLE-3 head was asked for, and this is something else.
+    /// An EAGLE-3 head was asked for, and the config describes something else.
     #[error(
         "{} describes a `{found}`, which is no EAGLE-3 head: heads of LlamaForCausalLMEagle3, and of speculators with \
          speculators_model_type eagle3, are run; name one of these, or a whole model with --draft model:MODEL",
@@ -71,7 +71,7 @@ pub enum Error {
     NotAHead {
         /// `config.json`.
         path: PathBuf,
-        /// What it names.
+        /// The architecture or type that it names.
         found: String,
     },
     /// An EAGLE-3 head is made for another model.
@@ -83,14 +83,14 @@ pub enum Error {
     HeadDoesNotFit {
         /// `config.json`.
         path: PathBuf,
-        /// What differs.
+        /// The setting that differs.
         what: &'static str,
-        /// What it is by the head.
+        /// Its value in the head.
         head: String,
-        /// What the model has.
+        /// Its value in the model.
         model: String,
     },
-    /// A token of an EAGLE-3 head stands for none of the model's.
+    /// A token of an EAGLE-3 head stands for no token of the model.
     #[error(
         "`d2t` in {} puts token {token} of the head {offset} further on, where there is no token by `t2d` and a \
          vocabulary of {vocab}: the weights are damaged; fetch the file again", path.display()
@@ -100,9 +100,9 @@ pub enum Error {
         path: PathBuf,
         /// The head's token.
         token: usize,
-        /// How far behind it the model's should be.
+        /// Its entry in `d2t`, which is added to the head's token to get the model's.
         offset: i64,
-        /// Tokens of the model.
+        /// Size of the model's vocabulary.
         vocab: usize,
     },
     /// A setting of `config.json` that this implementation does not compute.
@@ -117,7 +117,7 @@ pub enum Error {
         /// What to do about it.
         mend: &'static str,
     },
-    /// A setting that no model can have.
+    /// A setting has a value that no model can have.
     #[error("{} gives `{field}` the impossible value {value}: {reason}; fetch the file again", path.display())]
     InvalidSetting {
         /// The config file.
@@ -157,7 +157,7 @@ pub enum Error {
         /// What does not add up.
         reason: String,
     },
-    /// A tensor is stored in a number format that no weight has.
+    /// A tensor is stored in a number format that warpdraft does not read.
     #[error("`{tensor}` in {} is stored as {dtype}, and warpdraft reads BF16, F16, F32, of quantised weights F8_E4M3, I32 and I64, and BOOL: use another checkpoint, such as the one in bf16", path.display())]
     UnsupportedDtype {
         /// The shard.
@@ -167,7 +167,7 @@ pub enum Error {
         /// The format's name in the header.
         dtype: String,
     },
-    /// A tensor holds codes, or numbers of a format that it cannot have.
+    /// A tensor's number format is not one that config.json allows, such as codes where weights are expected.
     #[error("`{tensor}` in {} is stored as {found}, and {wanted}: the weights and config.json are of different models; fetch both again", path.display())]
     WrongDtype {
         /// The shard.
@@ -176,10 +176,10 @@ pub enum Error {
         tensor: String,
         /// Its format.
         found: Dtype,
-        /// What it should be, and by what: `it should be F16 by …`.
+        /// What it should be, and according to what: `it should be F16 by …`.
         wanted: String,
     },
-    /// A scale of a quantised matrix is no number, or makes a weight that none is.
+    /// A scale of a quantised matrix is not a finite number, or makes a weight that bf16 cannot hold.
     #[error(
         "`{tensor}` in {} gives row {row} of the matrix, group {group} (counted from 0), the scale {value}, of which no weight can be made: the weights are damaged; fetch the file again",
         path.display()
@@ -189,35 +189,35 @@ pub enum Error {
         path: PathBuf,
         /// The tensor of scales.
         tensor: String,
-        /// The output, counted from 0.
+        /// The output (row of the matrix), counted from 0.
         row: usize,
-        /// The group of inputs.
+        /// The group of inputs, counted from 0.
         group: usize,
         /// The scale.
         value: f32,
     },
-    /// An input of a quantised matrix belongs to a group that there is not.
+    /// An input of a quantised matrix is assigned to a group that does not exist.
     #[error("element {index} of `{tensor}` in {} is {value}, and there are {groups} groups: the weights are damaged; fetch the file again", path.display())]
     GroupOutOfRange {
         /// The shard.
         path: PathBuf,
-        /// The list.
+        /// The tensor that lists the groups.
         tensor: String,
         /// The input, counted from 0.
         index: usize,
         /// The group that is named.
         value: i32,
-        /// How many there are.
+        /// How many groups there are.
         groups: usize,
     },
-    /// What is quantised already is to be quantised while loading.
+    /// Weights are to be quantised while loading, but are quantised already.
     #[error("--weights {asked}: the weights in {} are quantised already ({format}); leave --weights out, or take the checkpoint in bf16", path.display())]
     AlreadyQuantized {
         /// `config.json`.
         path: PathBuf,
         /// What was asked for.
         asked: WeightsMode,
-        /// How they are stored.
+        /// How the weights are stored.
         format: String,
     },
     /// The index names a tensor that the shard does not hold.
@@ -251,7 +251,7 @@ pub enum Error {
         /// The shape by the config.
         expected: Vec<usize>,
     },
-    /// A layer has a norm or a bias that the plan does not have.
+    /// The weights hold a tensor, such as a norm or a bias, that the model should not have by its config.
     #[error("`{tensor}` in {} is no weight of a {architecture} as config.json describes it: the weights and config.json are of different models; fetch both again", path.display())]
     UnexpectedTensor {
         /// The shard.
@@ -273,7 +273,7 @@ pub enum Error {
         /// The value: NaN, inf or -inf.
         value: f32,
     },
-    /// A weight is finite as it is stored, and would not be in bf16.
+    /// A weight is finite as stored, but would not be in bf16.
     #[error(
         "element {index} of `{tensor}` in {} is {value}, which bf16, the format that weights are computed with, cannot hold \
          (its largest number is 3.39e38): the weights are damaged; fetch the file again", path.display()
@@ -358,7 +358,7 @@ pub enum Error {
     OutputNotFinite {
         /// A layer's outputs, or the logits.
         what: String,
-        /// The position, from 0 on, of the token that a layer was given, or that the logits are to choose.
+        /// The position, counted from 0, of the token that went into the layer, or that the logits are to choose.
         position: usize,
     },
     /// The KV cache is full.
@@ -368,7 +368,7 @@ pub enum Error {
     CacheFull {
         /// Positions in the cache.
         capacity: usize,
-        /// Positions that the call would have filled.
+        /// Positions that would be filled after the call.
         needed: usize,
     },
     /// A row's page table ends before its position, or names a page that is not there.
@@ -401,10 +401,10 @@ pub enum Error {
         /// The values allowed.
         range: &'static str,
     },
-    /// What an answer is to look like cannot be followed.
+    /// The form that an answer should have cannot be followed.
     #[error("the form of the answer cannot be followed: {reason}")]
     Form {
-        /// What of it, and what to change.
+        /// Which part of it, and what to change.
         reason: String,
     },
     /// The model's answers cannot be held to any form.

@@ -34,12 +34,12 @@ pub struct HubOptions {
     pub offline: bool,
 }
 
-/// The files of a model on the hub, and the one that weights of few bytes are in.
+/// Names of files on the hub. `SINGLE` holds the weights if they are not split into shards.
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
-/// What a model has beside its weights.
+/// The files that a model has beside its weights.
 pub(crate) const OF_MODEL: [&str; 2] = [CONFIG, TOKENIZER];
-/// What a draft head has.
+/// The files that a draft head has beside its weights.
 pub(crate) const OF_HEAD: [&str; 1] = [CONFIG];
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -58,7 +58,7 @@ impl HubOptions {
 
     /// Whether the network is off limits.
     fn is_offline(&self) -> bool {
-        // As in Hugging Face's tools, the second counts where the first is not set.
+        // As in Hugging Face's tools, the second variable counts only if the first is not set.
         let variable = variable("HF_HUB_OFFLINE").or_else(|| variable("TRANSFORMERS_OFFLINE"));
         self.offline || variable.is_some_and(|value| is_true(&value))
     }
@@ -68,7 +68,7 @@ impl HubOptions {
         Ok(self.cache_dir()?.join(format!("models--{}", id.replace('/', "--"))))
     }
 
-    /// The snapshot of a revision in the local cache, if all its files are there: `texts`, and the weights.
+    /// The snapshot of a revision in the local cache, if it is complete: it has the files `texts`, and the weights.
     pub(crate) fn cached(&self, id: &str, revision: &str, texts: &[&str]) -> Result<Option<PathBuf>, Error> {
         let repository = self.repository(id)?;
         let commit = match read_regular(&repository.join("refs").join(revision)) {
@@ -79,7 +79,7 @@ impl HubOptions {
         Ok(is_complete(&snapshot, texts).then_some(snapshot))
     }
 
-    /// Downloads a model into the local cache; gives the snapshot's directory.
+    /// Downloads a model into the local cache. Returns the snapshot's directory.
     pub(crate) fn download(
         &self,
         id: &str,
@@ -136,13 +136,13 @@ fn home() -> Result<PathBuf, Error> {
     if let Some(home) = path_variable("HF_HOME") {
         return Ok(home);
     }
-    // Without HOME, that of the user database; never a folder that others may write.
+    // Without HOME, the home directory in the user database is used; never a folder that others may write.
     let cache = path_variable("XDG_CACHE_HOME")
         .or_else(|| std::env::home_dir().filter(|home| !home.as_os_str().is_empty()).map(|home| home.join(".cache")));
     Ok(cache.ok_or(Error::NoHome)?.join("huggingface"))
 }
 
-/// The value of an environment variable; an empty one is not set.
+/// The value of an environment variable. An empty one counts as not set.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
@@ -151,12 +151,12 @@ fn path_variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-/// What Hugging Face's tools take for yes.
+/// Whether Hugging Face's tools take `value` for yes.
 fn is_true(value: &str) -> bool {
     ["1", "on", "yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
-/// Whether a snapshot has these `texts`, and weights. Other tools fetch single files, so one may well be partial.
+/// Whether a snapshot has these `texts`, and weights. A snapshot may be partial, since other tools fetch single files.
 fn is_complete(dir: &Path, texts: &[&str]) -> bool {
     let has = |name: &str| dir.join(name).is_file();
     if !texts.iter().all(|text| has(text)) {

@@ -1,11 +1,11 @@
 //! What a model is, with no GPU in it: config and [plan], checkpoint, tokenizer, chat template, sampler and a CPU
-//! reference forward pass. Which models: [`family`].
+//! reference forward pass. [`family`] lists the models that are supported.
 //!
 //! The way in is [`Source`]: it parses what the user wrote (a directory, a hub id or `demo`) and resolves to a
 //! [`Checkpoint`], which owns the weights (memory-mapped, or part of the program) and everything that is read
 //! beside them. [`CpuModel`] runs one on the CPU; a GPU backend uploads [`Checkpoint::weights`].
 //!
-//! Every error is a value of [`Error`] whose sentence names the file or tensor and the mend.
+//! Every error is an [`Error`], whose message names the file or tensor at fault and says what to do.
 
 pub mod chat;
 pub mod checkpoint;

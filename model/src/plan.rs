@@ -1,7 +1,7 @@
 //! What a model computes, as data: the operators of a layer in order, with their sizes.
 //!
-//! Every way of running a model lowers this one list: the CPU path and the unfused path an operator at a time, the
-//! fused ones several at a time. None of them asks for the model's name.
+//! Every way of running a model lowers this one list. The CPU path and the unfused path lower one operator at a time,
+//! the fused paths several at a time. None of them asks for the model's name.
 //!
 //! ```text
 //! Gemm Qkv      qkv = W·norm(x) [+ bias]     one matrix: queries, keys and values, one after another
@@ -29,16 +29,16 @@ pub struct Traits {
     pub qkv_bias: bool,
 }
 
-/// A weight matrix of the model. The number of a layer's is its place in a layer.
+/// A weight matrix of the model. The variants of a layer are in the order of the layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Matrix {
     /// Queries, keys and values: `[qkv_size, hidden]`.
     Qkv,
     /// Attention's output: `[hidden, query_size]`.
     Output,
-    /// The gates and their ups of the feed-forward: two of `[intermediate, hidden]`.
+    /// Gates and ups of the feed-forward, two matrices of `[intermediate, hidden]`.
     GateUp,
-    /// `[hidden, intermediate]`.
+    /// The feed-forward's output: `[hidden, intermediate]`.
     Down,
     /// The output head: `[vocab, hidden]`.
     Head,
@@ -48,8 +48,8 @@ impl Matrix {
     /// The matrices of a layer, in order.
     pub const OF_LAYER: [Self; 4] = [Self::Qkv, Self::Output, Self::GateUp, Self::Down];
 
-    /// The matrix's number in the order of the pass, for a layer's that of this layer; for the head, `layer` is how
-    /// many layers there are.
+    /// The matrix's number in the order of the forward pass. `layer` is the matrix's layer; for the head, the number of
+    /// layers.
     pub const fn number(self, layer: usize) -> usize {
         let place = match self {
             Self::Qkv | Self::Head => 0,
@@ -64,26 +64,25 @@ impl Matrix {
 /// What a GEMM reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Input {
-    /// The residual stream, with an RMS norm before it: the layer's first, its second, or the final one, whichever
-    /// comes next.
+    /// The residual stream after an RMS norm: the layer's first or second norm, or the final one, whichever comes next.
     Normed,
-    /// What attention found.
+    /// The output of attention.
     Attended,
     /// The activations of the feed-forward.
     Activation,
 }
 
-/// What a GEMM does with its sums.
+/// What a GEMM does with its results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Writes them, with a bias added if there is one.
+    /// Writes them, after adding a bias if there is one.
     Write {
-        /// Whether there is one.
+        /// Whether there is a bias.
         bias: bool,
     },
     /// Adds them to the residual stream.
     Add,
-    /// Writes SiLU of the gates times their ups.
+    /// Writes `silu(gate) × up`.
     SwiGlu,
 }
 
@@ -94,21 +93,21 @@ pub struct Gemm {
     pub matrix: Matrix,
     /// What it is multiplied with.
     pub input: Input,
-    /// What becomes of the sums.
+    /// What is done with the results.
     pub epilogue: Epilogue,
-    /// Output features; of gates and ups, those of either.
+    /// Output features. With SwiGLU, those of the gates (or of the ups) alone.
     pub n: usize,
     /// Input features.
     pub k: usize,
 }
 
 impl Gemm {
-    /// Rows of the weight matrix, or of both.
+    /// Rows of the weight matrix; with SwiGLU, of both matrices.
     pub const fn weight_rows(&self) -> usize {
         if matches!(self.epilogue, Epilogue::SwiGlu) { 2 * self.n } else { self.n }
     }
 
-    /// Weights.
+    /// Number of weights.
     pub const fn weights(&self) -> usize {
         self.weight_rows() * self.k
     }
@@ -119,8 +118,8 @@ impl Gemm {
 pub enum Operator {
     /// A product with a weight matrix.
     Gemm(Gemm),
-    /// Heads are made of the projections' outputs: norms of queries and keys if there are any, the rotary embedding,
-    /// and keys and values appended to the cache.
+    /// Makes heads of the projections' outputs: applies norms to queries and keys if there are any, then the rotary
+    /// embedding, and appends keys and values to the cache.
     Heads(Attention),
     /// Causal attention over the cache.
     Attention(Attention),
@@ -176,20 +175,20 @@ pub enum FeedForward {
     },
 }
 
-/// What every layer of a model computes. It has every size of a layer; a [`Config`] has no other.
+/// What every layer of a model computes, with all sizes of a layer: a [`Config`] does not repeat them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerPlan {
     /// Width of the residual stream.
     pub hidden: usize,
     /// Its heads.
     pub attention: Attention,
-    /// What follows them.
+    /// What follows attention.
     pub feed_forward: FeedForward,
 }
 
 impl LayerPlan {
-    /// The same operators with other sizes: the width of the residual stream and of the feed-forward, and the heads of
-    /// queries, and of keys and values.
+    /// Keeps the operators but changes the sizes: width of the residual stream, width of the feed-forward, and number
+    /// of query heads and of key and value heads.
     pub const fn resize(&mut self, hidden: usize, intermediate: usize, (queries, keys): (usize, usize)) {
         self.hidden = hidden;
         self.feed_forward = FeedForward::SwiGlu { intermediate };
@@ -219,7 +218,7 @@ impl LayerPlan {
         .into_iter()
     }
 
-    /// The products among them, in order.
+    /// The GEMMs of a layer, in order.
     pub fn gemms(&self) -> impl Iterator<Item = Gemm> + use<> {
         self.operators().filter_map(|operator| match operator {
             Operator::Gemm(gemm) => Some(gemm),
@@ -237,7 +236,7 @@ impl LayerPlan {
 }
 
 impl Config {
-    /// The product with the output head.
+    /// The GEMM of the output head.
     pub const fn head(&self) -> Gemm {
         Gemm {
             matrix: Matrix::Head,
@@ -248,7 +247,7 @@ impl Config {
         }
     }
 
-    /// Every product of a pass, in order: those of each layer, and the head.
+    /// Every GEMM of a forward pass, in order: those of each layer, then the head.
     pub fn gemms(&self) -> impl Iterator<Item = Gemm> + use<> {
         let (plan, head) = (self.plan, self.head());
         (0..self.num_hidden_layers).flat_map(move |_| plan.gemms()).chain([head])

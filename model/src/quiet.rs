@@ -1,15 +1,15 @@
-//! Panics of libraries, caught where an input of a user's may cause them.
+//! Catches panics of libraries where a user's input may cause them.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
 
 thread_local! {
-    /// Whether a panic of this thread is expected, and nobody is told of it.
+    /// Whether a panic of this thread is expected, and therefore not reported.
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `run` gives; none if it panics, of which nothing is said: that is for the caller to do, in words of ours. What
+/// The result of `run`, or `None` if it panics. The panic is not reported: the caller does that in its own words. What
 /// `run` changes must not be used after a panic.
 pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Option<T> {
     static INSTALL: Once = Once::new();

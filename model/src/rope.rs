@@ -1,12 +1,12 @@
 //! Rotary position embedding: the table of cosines and sines that the CPU and the GPU share.
 //!
-//! Pair `i` of a head is turned, the elements `i` and `i + head_dim / 2`, by the angle
-//! `position × theta^(-2 i / head_dim)`. Angles and their functions are computed in f64 and rounded once to f32, so
-//! the table is good to half an f32 ulp at every position.
+//! Pair `i` of a head, the elements `i` and `i + head_dim / 2`, is rotated by the angle
+//! `position × theta^(-2 i / head_dim)`. Angles and their functions are computed in f64 and rounded once to f32, so the
+//! table is good to half an f32 ulp at every position.
 //!
-//! [`Yarn`] has a model read texts several times longer than those that it was trained on (Peng et al., 2023, "YaRN:
+//! [`Yarn`] lets a model read texts several times longer than those that it was trained on (Peng et al., 2023, "YaRN:
 //! Efficient Context Window Extension of Large Language Models"): pairs that turn slowly are slowed down, and every
-//! query and key becomes a little longer. [`Llama3`] slows pairs down likewise, by another rule.
+//! query and key becomes a little longer. [`Llama3`] also slows pairs down, by another rule.
 
 use crate::Config;
 
@@ -53,7 +53,7 @@ pub enum Scaling {
 }
 
 impl Scaling {
-    /// What `rope_type` of a config says, and what people call it.
+    /// The value of `rope_type` in a config, and the name that people use.
     pub const fn names(&self) -> (&'static str, &'static str) {
         match self {
             Self::Yarn(_) => ("yarn", "YaRN"),
@@ -61,7 +61,7 @@ impl Scaling {
         }
     }
 
-    /// By how much longer texts may be, and tokens of the longest text of training.
+    /// The factor by which texts may be longer, and the length of the longest text in training, in tokens.
     pub const fn factor(&self) -> (f64, usize) {
         match self {
             Self::Yarn(yarn) => (yarn.factor, yarn.original_positions),
@@ -69,7 +69,8 @@ impl Scaling {
         }
     }
 
-    /// Tokens of the longest text that it makes possible, where the config itself does not count on it.
+    /// Length of the longest text that the scaling makes possible, in tokens; 0 if the config's own length accounts for
+    /// the scaling already.
     pub(crate) fn positions(&self) -> usize {
         match self {
             Self::Yarn(yarn) => (yarn.factor * yarn.original_positions as f64) as usize,
@@ -81,13 +82,13 @@ impl Scaling {
 /// Llama 3.1's scaling, by the names of transformers' `rope_parameters`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3 {
-    /// Pairs that turn slowly turn so many times slower.
+    /// How many times slower the pairs turn that turn slowly.
     pub factor: f64,
-    /// `original_max_position_embeddings`: tokens of the longest text of training.
+    /// `original_max_position_embeddings`: length of the longest text in training, in tokens.
     pub original_positions: usize,
-    /// Pairs that turn this often within the original positions, or less often, are those.
+    /// Pairs that turn this often or less often within the original positions count as slow.
     pub low_freq_factor: f64,
-    /// Pairs that turn so often, or more often, stay as they are; those between change in part.
+    /// Pairs that turn this often or more often stay as they are. Pairs between the two bounds change in part.
     pub high_freq_factor: f64,
 }
 
@@ -106,22 +107,23 @@ impl Llama3 {
 /// YaRN, by the names of transformers' `rope_parameters`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
-    /// By how much longer texts may be.
+    /// The factor by which texts may be longer.
     pub factor: f64,
-    /// `original_max_position_embeddings`: tokens of the longest text of training.
+    /// `original_max_position_embeddings`: length of the longest text in training, in tokens.
     pub original_positions: usize,
-    /// Pairs that turn so often within the original positions, or more often, stay as they are.
+    /// Pairs that turn this often or more often within the original positions stay as they are.
     pub beta_fast: f64,
-    /// Pairs that turn less often than this turn `factor` times slower; those between change in part.
+    /// Pairs that turn less often than this turn `factor` times slower. Pairs between the two bounds change in part.
     pub beta_slow: f64,
     /// What cosines and sines are multiplied by.
     pub attention_factor: f64,
-    /// Whether the change begins and ends at whole pairs.
+    /// Whether the bounds are rounded outwards to whole pairs.
     pub truncate: bool,
 }
 
 impl Yarn {
-    /// What cosines and sines are multiplied by where the config does not say: 0.1 · `weight` · ln(`factor`) + 1.
+    /// What cosines and sines are multiplied by if the config does not say: 0.1 · `weight` · ln(`factor`) + 1, or 1 if
+    /// `factor` is not above 1.
     pub fn length(factor: f64, weight: f64) -> f64 {
         if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
     }
@@ -129,7 +131,7 @@ impl Yarn {
     /// Scales the `angles` of the pairs.
     fn scale(&self, theta: f64, angles: &mut [f64]) {
         let head_dim = 2 * angles.len();
-        // The pair, not always a whole one, that turns so often.
+        // The pair that turns this often; it need not be a whole number.
         let pair = |turns: f64| {
             let per_turn = self.original_positions as f64 / (turns * std::f64::consts::TAU);
             head_dim as f64 * per_turn.ln() / (2.0 * theta.ln())
@@ -145,7 +147,7 @@ impl Yarn {
     }
 }
 
-/// Angle per position of each pair, and what becomes of cosines and sines.
+/// Each pair's angle per position, and the factor of cosines and sines.
 #[derive(Debug, Clone)]
 pub struct Frequencies {
     /// Radians, `[head_dim / 2]`.
@@ -160,7 +162,7 @@ impl Frequencies {
         Self { angles, length: 1.0 }
     }
 
-    /// Those of a model.
+    /// The frequencies of a model, with its scaling.
     pub fn of(config: &Config) -> Self {
         let mut plain = Self::new(config.plan.attention.head_dim, config.rope_theta);
         match &config.rope_scaling {
@@ -184,7 +186,7 @@ impl Frequencies {
     }
 }
 
-/// Turns every head of a row in place. `heads` is `[n, head_dim]`; `cos` and `sin` are `[head_dim / 2]`.
+/// Rotates every head of a row in place. `heads` is `[n, head_dim]`; `cos` and `sin` are `[head_dim / 2]`.
 pub fn rotate(heads: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();
     for head in heads.chunks_exact_mut(2 * half) {
@@ -211,8 +213,8 @@ mod tests {
         assert!((head[0] - (2f32.cos() - 5.0 * 2f32.sin())).abs() < 1e-5);
     }
 
-    /// Angles of some pairs as transformers 5.23's `LlamaRotaryEmbedding` has them for Llama-3.1-8B, in f32: as they
-    /// are, between, and eight times slower.
+    /// Angles of some pairs as transformers 5.23's `LlamaRotaryEmbedding` has them for Llama-3.1-8B, in f32: some
+    /// unchanged, some in between, some eight times slower.
     #[test]
     fn llama3_is_that_of_transformers() {
         let llama = Llama3 { factor: 8.0, original_positions: 8192, low_freq_factor: 1.0, high_freq_factor: 4.0 };
@@ -264,7 +266,8 @@ mod tests {
             let config = Config { rope_scaling: Some(Scaling::Yarn(yarn)), ..Config::published("8B").unwrap() };
             let found = Frequencies::of(&config);
             assert!((found.length - length).abs() < 1e-12, "{yarn:?}: {}", found.length);
-            // The first are as ever, the last four times slower, whatever is between.
+            // With every setting the first pairs are unchanged and the last four times slower. The pairs in between
+            // differ.
             let ends = [(0, 1.0), (20, 1.333521493e-02), (40, 4.445698505e-05), (63, 3.102344408e-07)];
             for (pair, angle) in ends.into_iter().chain([25, 30, 35].into_iter().zip(pairs)) {
                 let error = (found.angles[pair] / angle - 1.0).abs();

@@ -1,9 +1,9 @@
-//! The sampler: the plain version beside which the GPU kernel is written and tested.
+//! The sampler: the plain version, against which the GPU kernel is written and tested.
 //!
-//! From one row of logits to one token: penalties, temperature, top-k, top-p, min-p, draw. The probability of a token
-//! is an integer *mass* ([`mass`]), `floor(e^(logit - max) × 2^40)`. Integers add up to the same total in any order, so
-//! a parallel sampler gives this one's answer exactly, and what is kept depends on logit values alone, never on their
-//! order.
+//! It makes one token of one row of logits: penalties, temperature, top-k, top-p, min-p, draw. The probability of a
+//! token is an integer *mass* ([`mass`]), `floor(e^(logit - max) × 2^40)`. Integers add up to the same total in any
+//! order, so a parallel sampler gives exactly the same answer, and what is kept depends on the values of the logits
+//! alone, never on their order.
 //!
 //! The random number of a draw is a function of the seed and of the token's position in its sequence ([`random`]), not
 //! of how many draws came before. That makes sampling with drafts simple. A drafted token is a point mass: the draft
@@ -24,17 +24,18 @@ use crate::form::is_allowed;
 pub struct Sampling {
     /// Divides the logits; 0, or less than [`LEAST_TEMPERATURE`], picks the largest logit.
     pub temperature: f32,
-    /// Keeps the tokens whose logit is at least the `top_k`-th largest; 0 keeps all.
+    /// Keeps the tokens whose logit is at least the `top_k`-th largest (ties are all kept); 0 keeps all.
     pub top_k: u32,
-    /// Keeps the likeliest tokens that together have this share of what top-k kept; 1 keeps all.
+    /// Keeps the likeliest tokens that together have this share of the mass that top-k kept; 1 keeps all.
     pub top_p: f32,
-    /// Keeps tokens at least this many times as likely as the likeliest; 0 keeps all.
+    /// Keeps tokens that are at least this share as likely as the likeliest; 0 keeps all.
     pub min_p: f32,
-    /// Divides positive logits and multiplies negative ones, of every token in the prompt or the output; 1 is off.
+    /// Divides the positive logits and multiplies the negative logits of every token in the prompt or the output; 1 is
+    /// off.
     pub repetition_penalty: f32,
     /// Subtracted from the logit of every token in the output, once however often it came; 0 is off.
     pub presence_penalty: f32,
-    /// Subtracted from the logit of every token in the output for each time that it came; 0 is off.
+    /// Subtracted from the logit of every token in the output, once for each time that it came; 0 is off.
     pub frequency_penalty: f32,
     /// Seed of the random numbers; equal seeds give equal output.
     pub seed: u64,
@@ -58,8 +59,8 @@ impl Default for Sampling {
 /// Mass of the likeliest token: 1.0 in fixed point with 40 fraction bits. 152 thousand of them fit a u64 64 times over.
 pub const UNIT_MASS: u64 = 1 << 40;
 
-/// Temperatures below this one are greedy, as their limit is. Divided by them, logits would become infinite, several of
-/// them alike; by this one only logits above 3 × 10^8 do, which no model has.
+/// Temperatures below this one are greedy, as their limit is. Dividing by one of them could make several logits
+/// infinite, and so equal. Dividing by this one does so only to logits above 3 × 10^8, which no model has.
 pub const LEAST_TEMPERATURE: f32 = 1e-30;
 
 impl Sampling {
@@ -116,8 +117,8 @@ impl Sampling {
         self.sample_allowed(logits, None, prompt, output)
     }
 
-    /// The same among the tokens that a [mask](crate::form::mask_words) allows, if there is one: as if the others'
-    /// logits were -inf.
+    /// As `sample`, but if there is a [mask](crate::form::mask_words), tokens that it does not allow are treated as if
+    /// their logits were -inf.
     pub fn sample_allowed(&self, logits: &[f32], mask: Option<&[u32]>, prompt: &[u32], output: &[u32]) -> u32 {
         let mut logits = logits.to_vec();
         if let Some(mask) = mask {
@@ -140,7 +141,7 @@ impl Sampling {
         if !self.has_penalties() {
             return;
         }
-        // How often each token is in the output, of those that are anywhere.
+        // How often each token of the prompt or the output is in the output.
         let mut times: HashMap<u32, u32> = prompt.iter().map(|token| (*token, 0)).collect();
         for token in output {
             *times.entry(*token).or_default() += 1;
@@ -158,7 +159,7 @@ impl Sampling {
     }
 }
 
-/// Index of the largest number; the lowest wins ties, NaN never wins, and 0 is the answer where nothing does.
+/// Index of the largest number. Of equal numbers the first wins, NaN never wins, and the answer is 0 if nothing wins.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = (f32::NEG_INFINITY, 0);
     for (token, &logit) in logits.iter().enumerate() {
@@ -173,7 +174,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Filtered {
     max: f32,
-    /// Least logit kept. All three filters keep a prefix of the logits in descending order, so one number says it all.
+    /// Least logit kept. All three filters keep a prefix of the logits in descending order, so one number describes it.
     floor: f32,
     /// Sum of the masses kept.
     total: u64,
@@ -233,15 +234,16 @@ pub fn share(part: f32, whole: u64) -> u64 {
     ((part as f64 * whole as f64) as u64).max(1)
 }
 
-/// Mass of a logit in a row whose largest is `max`. The largest itself always has mass 1, even if it is infinite.
+/// Mass of a logit in a row whose largest is `max`. The largest itself always has `UNIT_MASS`, even if it is infinite.
 pub fn mass_below(logit: f32, max: f32) -> u64 {
     if logit == max && max > f32::NEG_INFINITY { UNIT_MASS } else { mass(logit - max) }
 }
 
 /// `floor(e^delta × 2^40)` for `delta ≤ 0`, where `e^delta` is the value computed here.
 ///
-/// Uses only f64 addition and multiplication and whole-number steps, no library function, so that a twin on another
-/// machine (without fused multiply-add) gives the same integer. NaN, and `delta` below -28 (mass under 1), give 0.
+/// Uses only f64 addition and multiplication and whole-number steps, no library function, so that the same code on
+/// another machine (without fused multiply-add) gives the same integer. NaN, and `delta` below -28 (mass under 1), give
+/// 0.
 pub fn mass(delta: f32) -> u64 {
     if delta.is_nan() || delta < -28.0 {
         return 0;

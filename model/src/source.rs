@@ -19,7 +19,7 @@ pub(crate) const DEMO_FILES: &[(&str, &[u8])] = &[
     ("model.safetensors", include_bytes!("../demo/model.safetensors")),
 ];
 
-/// A model by the name that the user gives it.
+/// A model, by the name that the user gives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A directory with a checkpoint's files.
@@ -41,8 +41,8 @@ const MAIN: &str = "main";
 impl FromStr for Source {
     type Err = Error;
 
-    /// `demo`; else a directory that is there; else `owner/name` or `owner/name@revision`; else a path that is not
-    /// there, which is an error. Write `./demo` for a directory of that name.
+    /// `demo`; else a path that exists; else `owner/name` or `owner/name@revision`. Anything else is an error. Write
+    /// `./demo` for a directory of that name.
     fn from_str(given: &str) -> Result<Self, Error> {
         if given == "demo" {
             return Ok(Source::Demo);
@@ -82,7 +82,7 @@ impl fmt::Display for Source {
 pub struct DownloadProgress {
     /// Bytes here so far, over all files.
     pub bytes: u64,
-    /// Bytes of all files to be fetched; 0 until it is known.
+    /// Bytes of all files to be fetched; 0 if it is not known.
     pub total_bytes: u64,
     /// The file that last moved.
     pub file: Option<String>,
@@ -91,7 +91,7 @@ pub struct DownloadProgress {
 impl Source {
     /// Finds the model, downloading it if need be, and opens it with every check.
     ///
-    /// `progress` hears of a download as it goes; it is called on this thread.
+    /// `progress` is called on this thread while a download goes on.
     ///
     /// # Errors
     /// Any [`Error`] about downloads, files and their content.
@@ -99,7 +99,7 @@ impl Source {
         self.resolve_with(&HubOptions::default(), OpenOptions::default(), progress)
     }
 
-    /// As [`resolve`](Self::resolve), with a say in where the hub is and what is checked.
+    /// As [`resolve`](Self::resolve), with options for the hub and for opening.
     ///
     /// # Errors
     /// Any [`Error`] about downloads, files and their content.
@@ -123,7 +123,7 @@ impl Source {
         }
     }
 
-    /// Finds an EAGLE-3 head likewise, and opens it with every check.
+    /// Finds an EAGLE-3 head in the same way, and opens it with every check.
     ///
     /// # Errors
     /// Any [`Error`] about downloads, files and their content.
@@ -143,9 +143,9 @@ impl Source {
         }
     }
 
-    /// What can be known of a model on the hub without its weights, were they loaded in `mode`: `config.json` and the
-    /// headers are read, and nothing is kept. None for a model that is here, which [`resolve_with`](Self::resolve_with)
-    /// opens.
+    /// What can be known about a model on the hub without its weights, if they were loaded in `mode`. Reads
+    /// `config.json` and the headers, and keeps nothing. `None` for a model that is on this machine:
+    /// [`resolve_with`](Self::resolve_with) opens it.
     ///
     /// # Errors
     /// Any [`Error`] about the hub, and about what the files say.

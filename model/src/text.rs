@@ -1,9 +1,9 @@
-//! Text of others in messages of ours.
+//! Text from outside, in our messages.
 
-/// Most characters of it that are shown.
+/// Most characters of such a text that are shown.
 const MOST: usize = 300;
 
-/// `text` on one line, cut where it is long, with control characters written out: a terminal would obey them.
+/// `text` on one line, cut if it is long. Control characters are written out: a terminal would obey them.
 pub fn shown(text: &str) -> String {
     let is_hidden = |c: char| {
         c.is_control() || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')

@@ -1,8 +1,8 @@
 //! Text to token ids and back, and the streaming detokeniser.
 //!
 //! The tokenizers of these models are byte-level BPEs: a token stands for a run of bytes, and a character may be split
-//! over tokens. Decoding is therefore done on bytes, from a table made once: append the tokens' bytes, then read them
-//! as UTF-8 with U+FFFD for what is not. [`TokenStream`] does the same a token at a time.
+//! over tokens. So decoding works on bytes, from a table made once: append the tokens' bytes, then read them as UTF-8,
+//! with U+FFFD for what is not UTF-8. [`TokenStream`] does the same, one token at a time.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub enum Around {
     Special,
 }
 
-/// What a file says of itself before its vocabulary is read.
+/// What a file says about its model, read before its vocabulary.
 #[derive(Deserialize)]
 struct Outline {
     model: Option<OutlineModel>,
@@ -44,14 +44,15 @@ struct OutlineModel {
     kind: Option<String>,
 }
 
-/// With BPE alone for a model: the library's type for any model reads it into a tree first, and takes twice as long.
+/// An encoder whose model is BPE. The library's type for any model reads the file into a tree first, which takes twice
+/// as long.
 type Encoder = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 #[derive(Debug)]
 struct Inner {
     encoder: Encoder,
     table: ByteTable,
-    /// Most bytes of a text that become one token, where that is known.
+    /// Most bytes of a text that become one token; `None` if there is no known bound.
     most_bytes: Option<usize>,
 }
 
@@ -72,8 +73,8 @@ impl Tokenizer {
     /// [`Error::Tokenizer`], also for a tokenizer that is not byte-level.
     pub fn parse(json: &[u8], path: &Path) -> Result<Self, Error> {
         let broken = |reason: String| Error::Tokenizer { path: path.to_owned(), reason };
-        // The library panics on some files that are not JSON throughout, so that is settled first; what else it may
-        // panic on becomes an error too.
+        // The library panics on some files that are not valid JSON, so that is checked first. Other panics become
+        // errors too.
         let text = std::str::from_utf8(json).map_err(|e| broken(e.to_string()))?;
         let outline: Outline = serde_json::from_str(text).map_err(|e| broken(e.to_string()))?;
         if let Some(kind) = outline.model.and_then(|model| model.kind).filter(|kind| kind != "BPE") {
@@ -85,7 +86,7 @@ impl Tokenizer {
         if !matches!(encoder.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
             return Err(broken("its decoder is not byte-level, and warpdraft reads byte-level BPE alone".to_owned()));
         }
-        // A prompt is the caller's business from end to end: never cut it, never fill it up.
+        // The caller decides what is in a prompt: it is never truncated and never padded.
         encoder.with_padding(None);
         encoder.with_truncation(None).map_err(|e| broken(e.to_string()))?;
         without_dropout(&mut encoder);
@@ -103,7 +104,7 @@ impl Tokenizer {
         self.encode_with(text, Around::Nothing)
     }
 
-    /// Token ids of a text as [`encode`](Self::encode) gives them, with what is to be `around` it.
+    /// Token ids of a text as [`encode`](Self::encode) gives them, with `around` put around it.
     ///
     /// # Errors
     /// [`Error::Encode`].
@@ -131,7 +132,7 @@ impl Tokenizer {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// The bytes that a token stands for; empty for an id that names none.
+    /// The bytes that a token stands for; empty for an id without a token.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.0.table.get(id)
     }
@@ -146,8 +147,8 @@ impl Tokenizer {
         self.0.table.special.len()
     }
 
-    /// The first id that does not stand for the same bytes in both, or is special in one alone; none if there is no
-    /// such.
+    /// The first id that stands for different bytes in the two tokenizers, or is special in only one of them. `None` if
+    /// they agree.
     pub fn first_difference(&self, other: &Self) -> Option<u32> {
         let ids = self.vocab_size().max(other.vocab_size()) as u32;
         (0..ids)
@@ -175,7 +176,7 @@ impl Tokenizer {
     }
 }
 
-/// Switches dropout off: it is for training, and gives a text other tokens each time.
+/// Switches dropout off. It is for training: it makes different tokens of the same text each time.
 fn without_dropout(encoder: &mut Encoder) {
     if encoder.get_model().dropout.is_some() {
         let mut bpe = encoder.get_model().clone();
@@ -186,7 +187,7 @@ fn without_dropout(encoder: &mut Encoder) {
 
 impl ByteTable {
     fn new(encoder: &Encoder) -> Result<Self, String> {
-        // Ids are dense in any sane file; the bound keeps a mad one from filling memory.
+        // Ids are dense in any sane file. The bound keeps a broken file from filling memory.
         const LARGEST: u32 = 1 << 24;
         let by_char = byte_of_char();
         let mut tokens: Vec<(u32, String)> =
@@ -229,7 +230,8 @@ impl ByteTable {
     }
 }
 
-/// Appends the bytes of a token: each character stands for a byte, unless one does not, and then all for themselves.
+/// Appends the bytes of a token. Each character stands for a byte; if one does not, all characters stand for
+/// themselves.
 fn append_bytes(token: &str, by_char: &[Option<u8>], bytes: &mut Vec<u8>) {
     let start = bytes.len();
     for c in token.chars() {
@@ -270,7 +272,7 @@ pub struct TokenStream {
 }
 
 impl TokenStream {
-    /// Takes the next token; gives the text that is now certain, if any.
+    /// Takes the next token. Returns the text that it makes certain, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
         let table = &self.tokenizer.0.table;
         if table.is_special(id) {
@@ -290,7 +292,7 @@ impl TokenStream {
                     let (valid, after) = rest.split_at(e.valid_up_to());
                     text.push_str(&String::from_utf8_lossy(valid));
                     rest = after;
-                    // No length: the bytes may still become a character. A length: they never will.
+                    // Without a length, the bytes may still become a character. With one, they never will.
                     let Some(wrong) = e.error_len() else { break };
                     text.push(char::REPLACEMENT_CHARACTER);
                     rest = &rest[wrong..];
@@ -302,7 +304,8 @@ impl TokenStream {
         (!text.is_empty()).then_some(text)
     }
 
-    /// The end of the reply: U+FFFD for an unfinished character, if there is one. The stream is then as new.
+    /// Ends the reply. Returns U+FFFD for an unfinished character, if there is one. The stream can then take another
+    /// reply.
     pub fn flush(&mut self) -> Option<String> {
         let pending = std::mem::take(&mut self.pending);
         (!pending.is_empty()).then(|| String::from_utf8_lossy(&pending).into_owned())

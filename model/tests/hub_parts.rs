@@ -1,5 +1,5 @@
-//! Parts of files from a hub that runs in the test itself: headers alone, and downloads that go on where they were cut
-//! off.
+//! Parts of files, from a hub that runs in the test itself: headers alone, and downloads that continue where they were
+//! cut off.
 //!
 //! One test, in a program of its own, since the environment belongs to the whole process.
 
@@ -122,7 +122,7 @@ fn a_download_goes_on_where_an_earlier_run_has_left_it() {
     let shard = dir.get(SHARDS[0]);
     let unfinished = blobs(cache.path()).join(format!("{}.incomplete", SHARDS[0]));
     fs::write(&unfinished, &shard[..777]).unwrap();
-    // What is already longer than the file is of another.
+    // A file that is already longer than it should be belongs to another version.
     fs::write(blobs(cache.path()).join("tokenizer.json.incomplete"), vec![0; 1 << 20]).unwrap();
     source().resolve_with(&options(address, cache.path()), OpenOptions::default(), &mut |_| {}).unwrap();
     let gets: Vec<_> = hub.asked(SHARDS[0]).into_iter().filter(|request| request.method == "GET").collect();
@@ -143,7 +143,7 @@ fn a_hub_without_parts_sends_all_again() {
 fn the_key_goes_to_the_hub_alone() {
     let dir = made();
     let (store, at) = Hub { files: files_of(dir.path()), has_parts: true, ..Hub::default() }.start();
-    // By another name, the store is another host.
+    // Under another name, the store counts as another host.
     let elsewhere = Some(at);
     let (hub, address) = Hub { files: files_of(dir.path()), elsewhere, ..Hub::default() }.start();
     let cache = tempfile::TempDir::new().unwrap();
@@ -153,7 +153,7 @@ fn the_key_goes_to_the_hub_alone() {
     assert!(hub.log.lock().unwrap().iter().all(|r| r.authorization.as_deref() == Some("Bearer hf_secret")));
     let log = store.log.lock().unwrap();
     assert!(!log.is_empty() && log.iter().all(|request| request.authorization.is_none()));
-    // Asked what a file is, the hub answers for the store.
+    // Only the hub is asked what a file is, not the store.
     assert!(log.iter().all(|request| request.method == "GET"));
     assert!(blobs(cache.path()).join(format!("linked-{}", SHARDS[0])).exists());
 }

@@ -1,4 +1,4 @@
-//! The kernels against plain references, and against themselves cut otherwise.
+//! Compares the kernels with plain references, and with themselves when the work is cut in other ways.
 
 use benches::gemm::PLAIN;
 use gpu_kernels::gemm::SPAN;
@@ -29,8 +29,8 @@ fn spread(end: usize, count: usize) -> Vec<usize> {
     (0..count).map(|i| i * (end - 1) / (count - 1)).collect()
 }
 
-/// Where dimension `d` of what is stored for `position` lies: `kind` 0 for its key, 1 for its value, `block` its page's
-/// and key-value head's.
+/// The index of dimension `d` of what is stored for `position`. `kind` is 0 for the key and 1 for the value; `block` is
+/// that of the page and the key-value head.
 fn in_page(block: usize, kind: usize, position: usize, d: usize) -> usize {
     ((block * 2 + kind) * 64 + position % 64) * D + kv::place(position as u32, d as u32) as usize
 }
@@ -63,7 +63,7 @@ fn check_gemm(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize)
             Epilogue::Qkv => {
                 let Heads { q_heads, kv_heads, .. } = product.heads;
                 let page = m.div_ceil(64) - 1 - row / 64;
-                // A query, a key and a value.
+                // One query head, one key head and one value head.
                 for head in [q_heads / 2, q_heads, q_heads + 2 * kv_heads - 1] {
                     let x: Vec<f64> = (0..D).map(|d| dot(row, head * D + d) * scale).collect();
                     let rms = (x.iter().map(|x| x * x).sum::<f64>() / D as f64 + 1e-6).sqrt();
@@ -124,7 +124,7 @@ fn check_gemm(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize)
         }
     }
     let error = distance(pairs.into_iter());
-    // Rounding to bf16; or the accumulators' own, which grows with the split-K partial.
+    // The error of rounding to bf16; or the accumulators' own, which grows with `k`.
     let limit = if matches!(epilogue, Epilogue::Add | Epilogue::Write) { 2e-6 + 2e-9 * k as f64 } else { 4e-3 };
     println!("{epilogue:?} {m} x {n} x {k}: error {error:.2e}, all cuts agree");
     if error.is_nan() || error >= limit {
@@ -133,7 +133,8 @@ fn check_gemm(device: &Device, epilogue: Epilogue, m: usize, n: usize, k: usize)
     Ok(())
 }
 
-/// GEMMs in clusters on two queues at once, which take each other's SMs: nobody waits for who has no room.
+/// GEMMs in clusters on two queues at once, which take SMs from each other. No cluster may wait for one that has no
+/// room.
 fn check_two_queues(device: &Device) -> Result<()> {
     let (m, n, k) = (1000, 8192, 1024);
     let devices = [device.clone(), device.beside()?];
@@ -203,7 +204,7 @@ fn check_attention(device: &Device, tokens: usize, q_heads: usize, kv_heads: usi
     Ok(())
 }
 
-/// How large what is checked may be.
+/// How large the checked cases may be.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Extent {
     /// For the emulator.

@@ -1,9 +1,9 @@
-//! The kernels for prompts on card 0: GEMMs and attention.
+//! The kernels for prompts, GEMMs and attention, on card 0.
 //!
-//! `cargo run --release --package benches --example gemm -- check` compares them with plain references, into poisoned
-//! outputs, and all ways of cutting the work bit for bit; `check-small` leaves the large ones out, for
-//! compute-sanitizer, and `check-emulated` takes the smallest, on the emulator. `… -- serve` times what it is asked for
-//! on standard input, a line at a time, and answers with microseconds:
+//! `cargo run --release --package benches --example gemm -- check` compares them with plain references, with poisoned
+//! outputs, and compares all ways of cutting the work bit for bit. `check-small` leaves out the large cases, for
+//! compute-sanitizer. `check-emulated` runs the smallest, on the emulator. `… -- serve` reads jobs from standard input,
+//! one a line, times each and answers with microseconds:
 //!
 //! ```text
 //! gemm qkv|write|swiglu|add|plain auto|n128|n192|n256|2x1|4x2 M N K REPEATS
@@ -13,7 +13,8 @@
 //! prefill_fp8 TOKENS REPEATS [ROWS]               the same, with layers in FP8
 //! ```
 //!
-//! `benches/scripts/prefill_bench.py` asks, and times cuBLAS, PyTorch's attention and transformers in turns with it.
+//! `benches/scripts/prefill_bench.py` sends the jobs, and times cuBLAS, PyTorch's attention and transformers in turns
+//! with them.
 
 mod check;
 
@@ -46,7 +47,7 @@ use model::format::Code;
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const D: usize = HEAD_DIM as usize;
-/// Weights of a timed GEMM, together: more than a cache holds.
+/// Bytes of a timed GEMM's weights, all sets together: more than a cache holds.
 const ROTATED_BYTES: usize = 256 << 20;
 
 /// Uniform in -1..1, the same for the same seed: a long random piece, repeated.
@@ -64,7 +65,7 @@ fn random(len: usize, seed: u64) -> Vec<bf16> {
     piece.iter().copied().cycle().take(len).collect()
 }
 
-/// Rows in the order in which GEMMs read them.
+/// The values of rows, in the order in which GEMMs read them.
 fn in_slots(values: &[bf16]) -> Vec<bf16> {
     let mut out = vec![bf16::ZERO; values.len()];
     for (i, v) in values.iter().enumerate() {
@@ -84,9 +85,9 @@ struct GemmCase {
     n: usize,
     k: usize,
     x: Buffer<bf16>,
-    /// Several times the same.
+    /// Several copies of the same weights.
     weights: Stream,
-    /// Of the rows that are multiplied, as `add` leaves them.
+    /// Sums of squares of the rows that are multiplied, as the GEMM `add` leaves them.
     before: Buffer<f32>,
     norm: Buffer<bf16>,
     y: Buffer<f32>,
@@ -98,11 +99,11 @@ struct GemmCase {
     beside: gemm::Beside,
 }
 
-/// What heads are made with, and where they go.
+/// What heads are made with, and where they are written.
 struct Heads {
     q_heads: usize,
     kv_heads: usize,
-    /// Of every row: the count, tokens, positions, sequences.
+    /// Of the rows: their count, and the token, position and sequence of each.
     rows: [Buffer<u32>; 4],
     cos: Buffer<f32>,
     sin: Buffer<f32>,
@@ -112,7 +113,7 @@ struct Heads {
 }
 
 impl Heads {
-    /// For `m` rows of `heads` heads, two of every six for keys and values; none for none.
+    /// For `m` rows of `heads` heads, of which two in six are for keys and values. Without heads there are no pages.
     fn new(device: &Device, m: usize, heads: usize) -> Result<Self> {
         let kv_heads = (heads / 6).max(1);
         let q_heads = heads.saturating_sub(2 * kv_heads);
@@ -160,7 +161,7 @@ impl Heads {
     }
 }
 
-/// What a GEMM left, each row whole.
+/// What a GEMM wrote, with each row in one piece.
 struct Left {
     y: Vec<f32>,
     out: Vec<bf16>,
@@ -209,12 +210,12 @@ impl GemmCase {
         Ok(Self { epilogue, m, n, k, x, weights, before, norm, y, out, squares, spans, maps, heads, beside })
     }
 
-    /// A sum of squares over a span of a row.
+    /// The sum of squares over a span of row `row`.
     fn square(row: usize) -> f32 {
         SPAN as f32 * (0.5 + (row % 7) as f32 / 8.0)
     }
 
-    /// What the row's sums are multiplied by.
+    /// The factor of the row's sums.
     fn scale(&self, row: usize) -> f64 {
         1.0 / (f64::from(Self::square(row)) / f64::from(SPAN) + 1e-6).sqrt()
     }
@@ -262,7 +263,7 @@ impl GemmCase {
         }
     }
 
-    /// Runs it on poisoned outputs.
+    /// Runs the GEMM on poisoned outputs.
     fn run(&mut self, device: &Device, cut: Cut) -> Result<Left> {
         self.y.write(0, &(0..self.y.len()).map(Self::before).collect::<Vec<_>>())?;
         for poisoned in [&mut self.heads.q, &mut self.heads.pages] {
@@ -291,7 +292,7 @@ impl GemmCase {
         Ok(left)
     }
 
-    /// Adds to one row alone, as if it were the first.
+    /// Runs `add` on one row alone, as if it were the first.
     fn run_row(&mut self, device: &Device, row: usize, before: &[f32]) -> Result<Vec<f32>> {
         self.y.write(0, before)?;
         // SAFETY: the row is one of the buffer's.
@@ -310,13 +311,13 @@ impl GemmCase {
     }
 }
 
-/// All of a buffer as rows of `columns`.
+/// The whole buffer, as rows of `columns` elements.
 fn matrix(buffer: &Buffer<bf16>, columns: usize, tile_rows: u32) -> Matrix {
     let rows = (buffer.len() / columns) as u64;
     Matrix::dense(buffer.ptr().addr(), rows, columns as u64, tile_rows)
 }
 
-/// Rows of one sequence and its cache.
+/// Rows of one sequence, and its cache.
 struct Attention {
     q_heads: usize,
     kv_heads: usize,
@@ -334,7 +335,7 @@ impl Attention {
         let count = tokens.div_ceil(PAGE_TOKENS as usize);
         let q = device.upload(&scaled(random(tokens * q_heads * D, 4), 3.0))?;
         let pages = device.upload(&random(count * kv::page_elements(kv_heads as u32), 5))?;
-        // Pages lie backwards.
+        // Pages are in reverse order.
         let table = device.upload(&(0..count as u32).rev().collect::<Vec<_>>())?;
         let out = device.zeroed(tokens * q_heads * D)?;
         let page_map = prefill_attention::pages(pages.ptr().addr(), pages.len());
@@ -369,7 +370,7 @@ impl Attention {
         unsafe { prefill::enqueue_attention(device, params, tiles.len() as u32 / 4, pairs) }
     }
 
-    /// Runs it into a poisoned output.
+    /// Runs attention into a poisoned output.
     fn run(&mut self, device: &Device, tiles: &[[u32; 4]], pairs: bool) -> Result<Vec<bf16>> {
         let tiles = device.upload(&tiles.concat())?;
         self.out.write(0, &vec![bf16::NAN; self.out.len()])?;
@@ -380,7 +381,7 @@ impl Attention {
     }
 }
 
-/// Prompts of up to this many tokens are timed.
+/// Tokens of the longest prompt that is timed.
 const LONGEST_PROMPT: usize = 8192;
 
 /// A model of Qwen3-8B's shape with random weights, and a random prompt.
@@ -400,7 +401,7 @@ impl Prompt {
         Ok(Self { forward, history: device.upload(&history)?, words: device.zeroed(STATE_WORDS)? })
     }
 
-    /// All passes over a prompt, of at most so many `rows`, and the logits after it.
+    /// Enqueues all passes over a prompt, with at most `rows` rows each, and the logits after it.
     fn enqueue(&mut self, device: &Device, tokens: usize, rows: usize) -> std::result::Result<(), host::Error> {
         let state = SequenceState { history: self.history.ptr_mut(), words: self.words.ptr_mut() };
         let plan = |rows: Rows, start: usize, count: usize| {

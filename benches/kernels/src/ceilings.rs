@@ -1,13 +1,15 @@
-//! What the card itself can do, measured by kernels that do nothing else: the limits that the benchmarks set figures
-//! beside.
+//! What the card itself can do, measured by kernels that do nothing else. The benchmarks compare their figures with
+//! these limits.
 //!
-//! - [`ceiling_read`] reads memory in 16-byte loads, eight in flight a lane. Its checksum keeps the compiler honest,
-//!   and the check of it the kernel.
-//! - [`ceiling_read_bulk`] reads it by bulk copies into a ring in shared memory, as the decode kernel does: on Hopper.
+//! - [`ceiling_read`] reads memory in 16-byte loads, eight in flight per lane. Its checksum keeps the compiler from
+//!   dropping the loads, and lets the kernel be checked.
+//! - [`ceiling_read_bulk`] reads memory by bulk copies into a ring in shared memory, as the decode kernel does. Only on
+//!   Hopper.
 //! - [`ceiling_copy`] reads and writes.
-//! - [`ceiling_mma`] multiplies fragments that stay in registers, eight independent MMAs a warp, so that nothing but
-//!   the tensor cores is waited for. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is faster.
-//! - [`ceiling_launch`] does nothing: what a launch costs.
+//! - [`ceiling_mma`] multiplies fragments that stay in registers, with eight independent MMAs a warp, so that it waits
+//!   for nothing but the tensor cores. It measures `mma.sync`, which every kernel here uses; Hopper's `wgmma` is
+//!   faster.
+//! - [`ceiling_launch`] does nothing: it measures what a launch costs.
 //!
 //! # Safety
 //! A launch has memory, a grid and shared memory as its parameter block says. While it runs nobody else writes what it
@@ -24,28 +26,29 @@ use gpu_kernels::unroll;
 pub const THREADS: u32 = 1024;
 /// Bytes of a load.
 pub const UNIT_BYTES: usize = 16;
-/// Threads of a block of [`ceiling_read_bulk`]: a warp that starts copies, and those that read what came.
+/// Threads of a block of [`ceiling_read_bulk`]: a warp that starts copies, and the threads that read what has arrived.
 pub const BULK_THREADS: u32 = 32 + READERS;
 const READERS: u32 = 256;
-/// Bytes of a stage of the ring, and of the copies that fill it, a lane each: as one copy they are slower.
+/// Bytes of a stage of the ring, and of the copies that fill it, one by each lane: a single large copy is slower.
 const STAGE_BYTES: u32 = 16384;
 const PIECE_BYTES: u32 = 2048;
-/// Stages of the ring, and how many are under way at most: with more, memory is slower.
+/// Stages of the ring, and the most that are being filled at a time: with more, memory is slower.
 const STAGES: u32 = 12;
 const UNDER_WAY: u32 = 5;
-/// Dynamic shared memory of such a block: the stages, then two barriers for each.
+/// Dynamic shared memory of a block of [`ceiling_read_bulk`]: the stages, then two barriers for each.
 pub const BULK_SHARED_BYTES: u32 = STAGES * (STAGE_BYTES + 16);
 /// Threads of a block of [`ceiling_mma`].
 pub const MMA_THREADS: u32 = 256;
 
-/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one block an SM fills it. Shared memory: none,
-/// and [`BULK_SHARED_BYTES`].
+/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one block an SM fills the card. Shared memory:
+/// none, and [`BULK_SHARED_BYTES`], respectively.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ReadAll {
     /// `units * 16` bytes, 16-byte aligned.
     pub from: Global<u8>,
-    /// `[blocks, 32]` (of bulk copies `[blocks, 8]`) a word for each warp that reads: all of it, exclusive-ored. Out.
+    /// `[blocks, 32]` (`[blocks, 8]` with bulk copies): for each warp that reads, the exclusive or of all words that it
+    /// reads. Out.
     pub sums: GlobalMut<u32>,
     /// Loads to make, of [`UNIT_BYTES`].
     pub units: u64,
@@ -57,26 +60,26 @@ pub struct ReadAll {
 pub struct CopyAll {
     /// `units * 16` bytes, 16-byte aligned.
     pub from: Global<u8>,
-    /// As much, elsewhere. Out.
+    /// As many bytes, elsewhere. Out.
     pub to: GlobalMut<u8>,
     /// Loads to make, of [`UNIT_BYTES`].
     pub units: u64,
 }
 
-/// Parameters of [`ceiling_mma`]. Grid: any; four blocks an SM fill it. No shared memory.
+/// Parameters of [`ceiling_mma`]. Grid: any; four blocks an SM fill the card. No shared memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Multiply {
     /// `[32 lanes, 16]` words, 16-byte aligned: two A fragments and four B fragments of every lane.
     pub operands: Global<u32>,
-    /// `[blocks, 256]` the sum of a lane's accumulators. Out.
+    /// `[blocks, 256]`: the sum of each lane's accumulators. Out.
     pub sums: GlobalMut<f32>,
-    /// How often to multiply the two by the four.
+    /// How often to multiply the two A fragments by the four B fragments.
     pub rounds: u32,
 }
 
 impl Multiply {
-    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 a MMA, eight MMAs a round and
+    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 an MMA, and eight MMAs a round and
     /// warp.
     pub const fn operations(blocks: u32, rounds: u32) -> u64 {
         blocks as u64 * (MMA_THREADS as u64 / 32) * rounds as u64 * 8 * (2 * 16 * 8 * 16)
@@ -87,7 +90,7 @@ impl Multiply {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Nothing {
-    /// Not looked at.
+    /// Not used.
     pub nothing: u32,
 }
 
@@ -109,7 +112,7 @@ pub unsafe fn ceiling_read(p: ReadAll) {
         i += 8 * step;
     }
     while i < p.units {
-        // SAFETY: likewise.
+        // SAFETY: the launcher's word; there is such a unit.
         let data = unsafe { p.from.load16_stream(i as usize * UNIT_BYTES) };
         sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
         i += step;
@@ -118,7 +121,7 @@ pub unsafe fn ceiling_read(p: ReadAll) {
     unsafe { store_sum(&p, THREADS / 32, sum) };
 }
 
-/// Stores what a warp read, one of the first so `many` in its block.
+/// Stores the exclusive or of what a warp has read. The warp is one of the first `many` of its block.
 ///
 /// # Safety
 /// All lanes of such a warp call it, once. There is a sum for each such warp of each block.
@@ -135,7 +138,7 @@ unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
     }
 }
 
-/// The barriers of a stage: that it is full, and that it is free.
+/// The full barrier and the empty barrier of a stage.
 ///
 /// # Safety
 /// There is such a stage, and the block has [`BULK_SHARED_BYTES`].
@@ -166,7 +169,7 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
     }
     thread::sync_threads();
     const UNITS: u32 = STAGE_BYTES / UNIT_BYTES as u32;
-    // A block's stages lie side by side.
+    // A block's stages are contiguous.
     let stages = p.units.div_ceil(u64::from(UNITS)).div_ceil(u64::from(thread::grid_dim_x()));
     let own = stages * u64::from(UNITS);
     let mut first = u64::from(thread::block_idx_x()) * own;
@@ -213,7 +216,7 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
                         sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
                     }
                 });
-                // It has been read when the stage is freed.
+                // The data must have been read when the stage is released.
                 sum = thread::opaque(sum);
                 warp::sync_warp();
                 if thread.is_multiple_of(32) {

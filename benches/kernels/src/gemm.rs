@@ -1,4 +1,4 @@
-//! [`gpu_kernels::gemm`] as others' GEMMs do it, to be compared with them: sums rounded to bf16, without a factor.
+//! [`gpu_kernels::gemm`] as other libraries do it, to be compared with them: sums are rounded to bf16, and not scaled.
 //!
 //! # Safety
 //! As for [all GEMMs](gpu_kernels::gemm) and [epilogues](gpu_kernels::gemm::epilogue).
@@ -18,7 +18,7 @@ macro_rules! sums {
     };
 }
 
-/// Box `$b` of the sums.
+/// Box `$b` of the sums, rounded to bf16.
 macro_rules! rounded {
     ($b:expr) => {{
         let mut words: BoxWords = [[0; 4]; 4];
@@ -53,7 +53,7 @@ impl Epilogue for Plain {
         // SAFETY: the caller's word. All sums have left the accumulators. All lanes of the warpgroup come here.
         unsafe {
             next.begin();
-            // Where other lanes had totals.
+            // Other lanes had totals where the boxes are.
             thread::sync_named(half.barrier, GROUP);
             unroll!(B < 4; {
                 if (B as u32) * BOX < N {

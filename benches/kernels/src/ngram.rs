@@ -1,5 +1,5 @@
-//! The n-gram operators for other token ids than the decode loop's, and in other ways: [`gpu_kernels::ngram`] says what
-//! they do, and has the functions that they are made of. [`peers`] are the slower designs.
+//! The n-gram operators for other token ids than the decode loop's, and with other launches. [`gpu_kernels::ngram`]
+//! says what they do, and has the functions that they consist of. [`peers`] are slower designs.
 //!
 //! # Safety
 //! A launch has memory, a grid and shared memory as its parameter block says; of the `together` kernels, a grid and

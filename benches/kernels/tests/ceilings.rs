@@ -1,4 +1,4 @@
-//! The kernels that measure the card: they must do what they are said to do, or the limits would be wrong.
+//! The kernels that measure the card must do what they say, or the limits would be wrong.
 
 #[path = "../../../gpu-kernels/tests/common/mod.rs"]
 mod common;

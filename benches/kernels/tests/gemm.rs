@@ -1,4 +1,4 @@
-//! The GEMM that rounds to bf16 against a plain triple loop, under the emulator, and cut in every way.
+//! The GEMM that rounds to bf16 against a plain triple loop, under the emulator, with the work cut in every way.
 
 #[path = "../../../gpu-kernels/tests/common/mod.rs"]
 mod common;
@@ -45,7 +45,7 @@ impl Case {
     /// Clusters of 4 × 2 on `blocks` blocks for the features up to `border`, and of 2 × 1 for the others.
     fn run_beside(&self, blocks: u32, border: u32) -> Vec<bf16> {
         self.launch(|params, seed| {
-            // The GEMM before was number 6.
+            // The GEMM before this one had number 6.
             let word = Buffer::from_slice(&[6u32]).named("word");
             let [first, second] = [0, 1].map(|second| Beside { word: word.ptr_mut(), number: 7, second });
             let (shared, features) = (Gemm::shared_bytes(256), Gemm { n: border, beside: first, ..params });
@@ -55,7 +55,7 @@ impl Case {
         })
     }
 
-    /// Makes what a launch reads and writes, and calls `launch` with its parameters and a seed.
+    /// Makes the buffers of a launch, and calls `launch` with its parameters and a seed.
     fn launch(&self, launch: impl FnOnce(Gemm, u64)) -> Vec<bf16> {
         let Self { m, n, k, .. } = *self;
         let rows = m.next_multiple_of(TILE_ROWS as usize);
@@ -67,10 +67,10 @@ impl Case {
         let (_stream, weights) = laid_out(&self.w, None, k as u32, Walk { chunks: 3, ..Walk::new(BLOCKS) });
         let out = Buffer::<bf16>::new_poisoned(rows * n).named("out");
         let x_map = map(x.ptr().addr(), m, k, TILE_ROWS);
-        // One row fewer than whole tiles: the last must not be written through it.
+        // One row less than whole tiles: the last row must not be written through the map.
         let out_map = map(out.ptr().addr(), rows - 1, n, 64);
         let none = RowBuffers::new(&[]);
-        // What this epilogue does not look at is null.
+        // Pointers that this epilogue does not use are null.
         let heads = SplitHeads {
             rows: none.rows(),
             qkv: Default::default(),
@@ -130,7 +130,7 @@ fn rounds_to_bf16() {
 
 #[test]
 fn clusters_4x2_beside_2x1_multiply() {
-    // Several tiles a block, and more stages than the ring has.
+    // Several tiles for each block, and more stages than the ring has.
     let case = Case::new(560, 832, 320);
     let want = case.run::<kernels::gemm_plain_n128>(128, 2);
     for (blocks, border) in [(8, 512), (16, 512), (8, 832)] {

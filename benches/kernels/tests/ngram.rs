@@ -7,17 +7,17 @@ use gpu_kernels::ngram::reference::{self, Batch, Drafts};
 use gpu_kernels::ngram::{self, NgramMatch, NgramMatchMixed, Sequences, Token};
 use proptest::prelude::*;
 
-/// What a draft that nobody wrote looks like.
+/// The value of a draft that nobody wrote.
 const UNTOUCHED: i32 = -77_777;
 
-/// A token type, made from small numbers that tests are written with.
+/// A token type that is made from small numbers, in which tests are written.
 trait Id: Token + Plain + std::fmt::Debug + Send + Sync + 'static {
     fn from_small(small: i32) -> Self;
     fn plain(launch: &Launch, p: NgramMatch<Self>) -> Report;
     fn mixed(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
     fn plain_together(launch: &Launch, p: NgramMatch<Self>) -> Report;
     fn mixed_together(launch: &Launch, p: NgramMatchMixed<Self>) -> Report;
-    /// The slower designs, where they exist for this type: what they are called, and their two launches.
+    /// The slower designs, if this type has them: the name and the two launches of each.
     fn peers(_batch: u32, _p: NgramMatch<Self>) -> Vec<(&'static str, Peer)> {
         Vec::new()
     }
@@ -44,7 +44,7 @@ impl Id for i32 {
 }
 
 impl Id for i64 {
-    /// Ids that differ in their high words alone: comparing half an id would find matches everywhere.
+    /// Ids that differ only in their high words: comparing half an id would find matches everywhere.
     fn from_small(small: i32) -> Self {
         (small as i64) << 33
     }
@@ -79,7 +79,7 @@ impl Id for i64 {
     }
 }
 
-/// As it must be before the first launch.
+/// A workspace, filled as it must be before the first launch.
 fn workspace(batch: usize) -> Buffer<u64> {
     let filled = u64::from_ne_bytes([ngram::WORKSPACE_FILL; 8]);
     Buffer::from_slice(&vec![filled; ngram::workspace_len(batch as u32)])
@@ -100,7 +100,7 @@ struct Sequence {
     /// Replaces the index of the newest token.
     step_idx: Option<i64>,
     draft_token_num: i32,
-    /// `max_dec_len - step_idx - 1`, where that can be.
+    /// `max_dec_len - step_idx - 1`, if that can be represented.
     left: i64,
     encoder: i32,
     decoder: i32,
@@ -160,7 +160,7 @@ struct Outcome<T> {
 }
 
 impl<T: Id> Case<T> {
-    /// Rows are `slack` elements longer than the longest text, and filled up with tokens that occur in texts.
+    /// Rows are `slack` elements longer than the longest text, and padded with tokens that occur in texts.
     fn new(
         sequences: &[Sequence],
         slack: usize,
@@ -206,7 +206,7 @@ impl<T: Id> Case<T> {
         Outcome { rows: self.rows.clone(), drafts }
     }
 
-    /// By [`reference`].
+    /// The outcome by [`reference`].
     fn expected(&self) -> Outcome<T> {
         let mut outcome = self.before();
         let batch = Batch {
@@ -236,8 +236,8 @@ impl<T: Id> Case<T> {
         outcome
     }
 
-    /// By the definition, line by line: windows are tried with `want` in hand, sizes downwards, and all sums afresh.
-    /// For values that a serial program could run on.
+    /// The outcome by the definition, line by line: windows are tried with `want` in hand, sizes downwards, and all
+    /// sums are computed afresh. Only for values that a serial program could run on.
     fn by_definition(&self) -> Outcome<T> {
         let Outcome { mut rows, mut drafts } = self.before();
         let counts = |b: usize| match self.operator {
@@ -305,12 +305,12 @@ impl<T: Id> Case<T> {
         Outcome { rows, drafts }
     }
 
-    /// By the kernel, `launches` times over, each under another schedule, with one workspace.
+    /// The outcome by the kernel, after `launches` launches with one workspace, each under another schedule.
     fn launched(&self, blocks: u32, seed: u64, launches: u64) -> Outcome<T> {
         self.reported(blocks, seed, launches).0
     }
 
-    /// The slower designs too, on the same buffers.
+    /// As `launched`, and also runs the slower designs on the same buffers.
     fn with_peers(&self, blocks: u32, seed: u64) -> Outcome<T> {
         self.run(blocks, seed, 1, true).0
     }
@@ -389,7 +389,7 @@ impl<T: Id> Case<T> {
             };
             if self.batch <= ngram::TOGETHER as usize {
                 let on = Launch {
-                    // Lanes are few: each has a stack.
+                    // Only a few lanes, since each has a stack.
                     threads: if self.batch < 3 { ngram::together::THREADS } else { 32 << ((seed + again) % 3) },
                     shared_bytes: ngram::together::SHARED_BYTES,
                     cooperative: true,
@@ -429,7 +429,7 @@ fn plain(sequences: &[Sequence], max_ngram_size: u32, threshold: i32) -> Vec<(i3
 
 #[test]
 fn largest_n_wins_then_prompt_then_leftmost() {
-    // The pattern's end 7 stands thrice in the prompt; 6 7 once, late; 5 6 7 only in the generated tokens.
+    // 7, the end of the pattern, is in the prompt three times; 6 7 once, late; 5 6 7 only among the generated tokens.
     let prompt = [7, 1, 7, 2, 6, 7, 3];
     let generated = [0, 5, 6, 7, 4, 5, 6, 7];
     assert_eq!(plain(&[Sequence::new(&prompt, &generated, 2)], 1, 128), [(3, vec![1, 7])]);
@@ -441,9 +441,9 @@ fn largest_n_wins_then_prompt_then_leftmost() {
 
 #[test]
 fn window_needs_a_token_after_it() {
-    // In the prompt, 1 2 stands at the very end: passed over for a window of one.
+    // 1 2 stands at the very end of the prompt, so it is passed over for a window of one.
     assert_eq!(plain(&[Sequence::new(&[2, 9, 1, 2], &[0, 1, 2], 5)], 2, 128), [(4, vec![9, 1, 2])]);
-    // In the generated tokens, the newest is no token to draft.
+    // Among the generated tokens, the newest is no token to draft.
     assert_eq!(plain(&[Sequence::new(&[], &[3, 3], 5)], 1, 128), [(1, vec![])]);
     assert_eq!(plain(&[Sequence::new(&[], &[3, 3, 3], 5)], 1, 128), [(2, vec![3])]);
 }
@@ -470,7 +470,7 @@ fn budget_is_shared_out_in_order() {
     let batch = vec![s; 4];
     let rows = |threshold| plain(&batch, 1, threshold).into_iter().map(|(rows, _)| rows).collect::<Vec<_>>();
     assert_eq!(rows(128), [5, 5, 5, 5]);
-    // Four rows are owed: a threshold of 10 leaves 6 drafts.
+    // Four rows are taken already: a threshold of 10 leaves 6 drafts.
     assert_eq!(rows(10), [5, 3, 1, 1]);
     // A room of one is not used.
     assert_eq!(rows(9), [5, 1, 1, 1]);
@@ -488,14 +488,15 @@ fn prefilling_counts_twice_and_idle_is_cleared() {
     let batch = [prefilling, s.clone(), idle, s];
     let rows = |threshold| plain(&batch, 1, threshold).into_iter().map(|(rows, _)| rows).collect::<Vec<_>>();
     assert_eq!(rows(128), [6, 5, 0, 5]);
-    // 6 rows prefilling, one more for it as active, one for each decoding: 9 before any draft.
+    // 6 rows for prefilling, one more for that sequence since it is active, one for each decoding sequence: 9 before
+    // any draft.
     assert_eq!(rows(12), [6, 4, 0, 1]);
     assert_eq!(rows(15), [6, 5, 0, 3]);
 }
 
 #[test]
 fn rows_below_zero_give_room_back() {
-    // Nobody should pass such rows, and the serial algorithm has an answer: they are room for the sequences after them.
+    // Nobody should pass such rows, but the serial algorithm has an answer: they are room for the sequences after them.
     let s = Sequence::new(&[1, 2, 3, 4, 5, 6, 7], &[0, 1], 4);
     let batch = [s.clone(), Sequence { encoder: 1, rows: -5, ..s.clone() }, s];
     assert_eq!(plain(&batch, 1, 5).iter().map(|(rows, _)| *rows).collect::<Vec<_>>(), [3, -5, 5]);
@@ -506,10 +507,10 @@ fn mixed_extends_what_is_there() {
     let operator = |max_draft_tokens, min_ngram_size| Operator::Mixed { max_draft_tokens, min_ngram_size };
     let s = Sequence { rows: 3, ..Sequence::new(&[1, 2, 3, 4, 5, 6, 7], &[0, 1], 0) };
     let batch = [s.clone(), Sequence { rows: 0, ..s.clone() }, s];
-    // Two drafts are there; five may be.
+    // Two drafts are there already; five are allowed.
     let got = worked(&batch, 3, 1024, operator(5, 1));
     assert_eq!(got, [(6, vec![2, 3, 4]), (0, vec![]), (6, vec![2, 3, 4])]);
-    // Full already.
+    // Full already: two are allowed.
     assert_eq!(worked(&batch, 3, 1024, operator(2, 1))[0].0, 3);
     // No pattern of two.
     assert_eq!(worked(&batch, 3, 1024, operator(5, 2))[0].0, 3);
@@ -519,7 +520,7 @@ fn mixed_extends_what_is_there() {
 
 #[test]
 fn decode_loop_drafts_from_the_history() {
-    // The whole history is in pre_ids and there is no prompt: B = 1 and a budget that never binds.
+    // The whole history is in pre_ids and there is no prompt. The batch is 1, and the budget never binds.
     let history = [4, 5, 6, 7, 8, 9, 4, 5];
     let operator = Operator::Mixed { max_draft_tokens: 3, min_ngram_size: 1 };
     assert_eq!(worked(&[Sequence::new(&[], &history, 0)], 4, 1024, operator), [(4, vec![6, 7, 8])]);
@@ -527,8 +528,8 @@ fn decode_loop_drafts_from_the_history() {
 
 #[test]
 fn long_texts_take_several_tiles_and_blocks() {
-    // Three matches of lengths 1, 2 and 3 in the prompt and one of 3 in the generated tokens; every boundary of a tile
-    // has a decoy.
+    // Three matches of lengths 1, 2 and 3 in the prompt, and one of length 3 among the generated tokens. Every boundary
+    // of a tile has a decoy.
     let tile = 512;
     for (at, blocks) in [(0, 3), (tile - 2, 1), (tile - 1, 2), (2 * tile + 17, 3), (2 * tile - 1, 5)] {
         let mut prompt: Vec<i32> = (0..3 * tile as i32 - 5).map(|i| 10 + i % 97).collect();
@@ -542,7 +543,8 @@ fn long_texts_take_several_tiles_and_blocks() {
         let case = Case::<i32>::new(&[Sequence::new(&prompt, &generated, 5)], 3, 8, 3, 128, Operator::Plain);
         let outcome = case.launched(blocks, at as u64, 2);
         assert_eq!(outcome.drafts[1..6], prompt[at + 3..at + 8]);
-        // A pattern at the end of a prompt that just fills a tile has nothing after it: the generated tokens have.
+        // A pattern at the end of a prompt that exactly fills a tile has nothing after it. That among the generated
+        // tokens has.
         let mut full: Vec<i32> = (0..tile as i32).map(|i| 10 + i % 97).collect();
         full[tile - 3..].copy_from_slice(&[1, 2, 3]);
         let case = Case::<i32>::new(&[Sequence::new(&full, &generated, 5)], 0, 8, 3, 128, Operator::Plain);
@@ -562,11 +564,11 @@ fn each_token_is_read_once_and_none_after_the_best_match() {
         case.reported(1, 1, 1).1.bytes_loaded
     };
     let prompt: Vec<i32> = (0..4 * tiles as i32 + 1).collect();
-    // The pattern's end is nowhere: a tile more for each warp costs its tokens and nothing else.
+    // The end of the pattern is nowhere: one more tile for each warp costs the reading of its tokens, and nothing else.
     let nowhere = [-1, -2, -3, -4];
     let more = loaded(&prompt[..2 * tiles + 1], &nowhere) - loaded(&prompt[..tiles + 1], &nowhere);
     assert_eq!(more, tiles as u64 * 4);
-    // Found in the first tile. How far other warps have come by then is up to the schedule.
+    // Found in the first tile. How far other warps have read by then depends on the schedule.
     let at_once = [-1, 7, 8, 9];
     let (stopped, ran_on) = (loaded(&prompt, &at_once), loaded(&prompt, &nowhere));
     assert!(stopped < ran_on);
@@ -574,7 +576,8 @@ fn each_token_is_read_once_and_none_after_the_best_match() {
 
 #[test]
 fn ends_outside_of_whole_units_are_searched() {
-    // Every alignment of a row, and the match at every place of it: before the first 16-byte boundary, within, behind.
+    // Every alignment of a row, with the match at every place in it: before the first 16-byte boundary, between
+    // boundaries, and after the last.
     for stride in 9..14 {
         for at in 0..stride - 3 {
             let rows: Vec<_> = (0..4)
@@ -650,7 +653,7 @@ fn values(alphabet: i32) -> impl Strategy<Value = i32> {
     (0..alphabet).prop_map(|id| id - 1)
 }
 
-/// A sequence as a sane engine has it.
+/// A sequence as a sane engine would pass it.
 fn sane(alphabet: i32) -> impl Strategy<Value = Sequence> {
     (
         prop::collection::vec(values(alphabet), 0..24),

@@ -1,4 +1,4 @@
-//! The record copies against a plain one, byte for byte, each in every order of its lanes that a seed gives.
+//! The record copies against a plain copy, byte for byte, with lanes in every order that a seed gives.
 
 use bench_kernels::token_copy::{
     self, GROUPED_THREADS, Index, MLA_RECORD_BYTES, NARROW_THREADS, PAGE_RECORD_BYTES, Pairs, Regions, SCAN_CHUNK,
@@ -8,9 +8,9 @@ use cuda_std::emulator::{Buffer, Launch, Plain, launch};
 use cuda_std::{GlobalMut, Kernel};
 use proptest::prelude::*;
 
-/// What a byte that nobody wrote looks like.
+/// The value of a byte that nobody wrote.
 const POISON: u8 = 0xA5;
-/// What a slot that nobody noted holds.
+/// The value of a slot that nobody noted.
 const UNMAPPED: i64 = -7;
 
 /// 16 bytes that are aligned as records must be.
@@ -36,7 +36,7 @@ struct Case {
     seed: u64,
 }
 
-/// What a copy left.
+/// What a copy wrote.
 #[derive(Debug)]
 struct Outcome {
     destination: Vec<u8>,
@@ -147,7 +147,7 @@ impl Case {
         self.compare(K::NAME, &memory.outcome());
     }
 
-    /// Sorts, and checks the order; then runs a copy of sorted pairs.
+    /// Sorts the pairs and checks their order, then runs a copy of sorted pairs.
     fn check_sorted<C, S, K, I>(&self, threads: u32, shift: u32, by_destination: bool)
     where
         C: Kernel<Params = Sort<I>>,
@@ -180,7 +180,7 @@ impl Case {
         let mut found: Vec<_> = pairs.iter().map(|&pair| (pair as u32 as usize, (pair >> 32) as usize)).collect();
         let key = |pair: &(usize, usize)| (if by_destination { pair.1 } else { pair.0 }) >> shift;
         for two in found.windows(2) {
-            // One chunk's buckets are in order.
+            // Buckets of one chunk are in order.
             let (left, right) = (key(&two[0]), key(&two[1]));
             assert!(left <= right || left / SCAN_CHUNK as usize != right / SCAN_CHUNK as usize, "{two:?}");
         }
@@ -194,7 +194,8 @@ impl Case {
         self.compare(K::NAME, &memory.outcome());
     }
 
-    /// Runs every kernel that takes these records, with indices of 64 bits, and of 32 where those do.
+    /// Runs every kernel that takes these records: with 64-bit indices, and with 32-bit indices if the record numbers
+    /// fit.
     fn check_all(&self) {
         use token_copy::*;
         macro_rules! all {
@@ -255,7 +256,7 @@ fn copies_one_record() {
 #[test]
 fn copies_nothing() {
     Case { record_bytes: 656, src_records: 1, dst_records: 1, pairs: vec![], blocks: 2, seed: 1 }.check_all();
-    // Records of no bytes are all alike.
+    // Records without bytes are all alike.
     let case =
         Case { record_bytes: 0, src_records: 4, dst_records: 4, pairs: vec![(0, 1), (9, 0)], blocks: 1, seed: 1 };
     assert_eq!(case.refused(), 1);

@@ -10,14 +10,14 @@ use crate::harness::{compare, spread_over};
 use crate::random::random;
 use crate::{Bench, BenchError, Case, Label, Path, Pool, Unit, Work};
 
-/// Keys and values that a case rotates over, together: many times what a cache holds.
+/// Bytes of keys and values that a case rotates over: many times what a cache holds.
 const ROTATED_BYTES: usize = 1 << 30;
-/// Most sets of them.
+/// Most sets of keys and values.
 const MOST_SETS: usize = 64;
-/// (row, head) pairs that are compared with the plain result.
+/// Pairs of a row and a head that are compared with the plain result.
 const PROBES: usize = 8;
 
-/// Which contexts, rows and heads.
+/// The contexts, rows and heads to measure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttentionSizes {
     /// Query heads.
@@ -36,12 +36,12 @@ impl AttentionSizes {
         Self { q_heads: 32, kv_heads: 8, contexts: vec![1024, 8192, 32_768], rows: vec![1, 16] }
     }
 
-    /// Small ones, for checks on the emulator: a split and a part of one.
+    /// Small sizes, for checks on the emulator: a whole split and a part of one.
     pub fn small() -> Self {
         Self { q_heads: 4, kv_heads: 2, contexts: vec![300], rows: vec![1, 5] }
     }
 
-    /// Cases of [`run`].
+    /// Number of cases of [`run`].
     pub fn cases(&self) -> usize {
         self.contexts.len() * self.rows.len()
     }
@@ -73,7 +73,7 @@ impl AttentionSizes {
 /// Measures every context with every number of rows.
 ///
 /// # Errors
-/// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
+/// If the kernels cannot take the sizes, there is too little memory, the device fails, or a result is wrong.
 pub fn run(bench: &mut Bench<'_>, sizes: &AttentionSizes) -> Result<(), BenchError> {
     sizes.check()?;
     let timed = bench.is_timed();
@@ -183,10 +183,10 @@ fn heads(
     Ok(())
 }
 
-/// Attention of one query over the first `keys` positions of the cache at the pool's start, by the book.
+/// Attention of one query over the first `keys` positions of the cache at the pool's start, computed directly.
 fn plain(pool: &Pool, query: &[bf16], keys: u32, kv_head: u32, kv_heads: u32, scale: f64) -> Vec<f64> {
     let (dim, page) = (HEAD_DIM as usize, PAGE_TOKENS as usize);
-    // Where a position's page has this head's key; its values come a page's keys later.
+    // Where this head's key of a position is in the pool. The value is further on, by a page's keys.
     let row = |at: usize| ((at / page * kv_heads as usize + kv_head as usize) * 2 * page + at % page) * dim;
     let of_row = |row: usize, at: usize, d: usize| pool.at(row + place(at as u32, d as u32) as usize);
     let scores: Vec<f64> = (0..keys as usize)

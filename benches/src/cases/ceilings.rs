@@ -1,4 +1,4 @@
-//! What the card itself does: the limits of every other case.
+//! What the card itself can do: the limits of every other case.
 
 use bench_kernels::ceilings::{
     self, BULK_SHARED_BYTES, BULK_THREADS, CopyAll, MMA_THREADS, Multiply, Nothing, ReadAll, THREADS, UNIT_BYTES,
@@ -13,10 +13,10 @@ use host::device::{Buffer, Device};
 
 /// Blocks of `ceiling_mma` for an SM.
 const MMA_BLOCKS: u32 = 4;
-/// Elements compared in one place.
+/// Elements that are compared at each place.
 const PROBE: usize = 2048;
 
-/// How much to move and multiply.
+/// How much to move, and how often to multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CeilingSizes {
     /// Bytes to read, and to copy, in device memory.
@@ -33,16 +33,16 @@ impl CeilingSizes {
     /// For checks on the emulator.
     pub const SMALL: Self = Self { bytes: 160 << 10, bus_bytes: 16 << 10, rounds: 2 };
 
-    /// Cases of [`run`] on a device.
+    /// Number of cases of [`run`] on a device.
     pub fn cases(&self, device: &Device) -> usize {
         6 + usize::from(device.capabilities().bulk_copies)
     }
 }
 
-/// Measures all of them; they are the limits of `bench` from then on.
+/// Measures all limits. From then on `bench` compares cases with them.
 ///
 /// # Errors
-/// Too little memory, a device error, or a wrong result.
+/// If there is too little memory, the device fails, or a result is wrong.
 pub fn run(bench: &mut Bench<'_>, sizes: CeilingSizes) -> Result<(), BenchError> {
     bench.room_for(2 * sizes.bytes + sizes.bus_bytes, "--bytes")?;
     let (read, copy) = memory(bench, sizes.bytes)?;
@@ -65,7 +65,7 @@ fn case(name: &str, size: String, unit: Unit, work: Work) -> Case {
     Case { label, unit, work, path: Path::Unlimited, sets: 1 }
 }
 
-/// Bytes for a person: exact where they are round.
+/// Bytes for a person, in the largest unit of which they are a whole number.
 fn size_of(bytes: u64) -> String {
     match [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
         .into_iter()
@@ -76,7 +76,7 @@ fn size_of(bytes: u64) -> String {
     }
 }
 
-/// Whole units of 16 bytes, in elements of two.
+/// Elements of two bytes in `bytes`, rounded up to whole units of 16 bytes.
 fn elements(bytes: u64) -> usize {
     (bytes as usize).max(UNIT_BYTES).next_multiple_of(UNIT_BYTES) / 2
 }
@@ -180,7 +180,7 @@ fn bus(bench: &mut Bench<'_>, bytes: u64) -> Result<(Option<Figures>, Option<Fig
     Ok((there, back_row.figures))
 }
 
-/// Where what `read` brings is not `data`.
+/// Where the data that `read` delivers differs from `data`, if it does.
 fn differs(data: &[bf16], read: impl FnOnce(&mut [bf16]) -> Result<(), Error>) -> Result<Option<String>, Error> {
     let mut found = vec![bf16::ZERO; data.len()];
     read(&mut found)?;

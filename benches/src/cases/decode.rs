@@ -15,18 +15,18 @@ use host::Error;
 use host::forward::{Footprint, Forward, RowOutput};
 use host::weights::DeviceWeights;
 
-/// Which shape, contexts and rows.
+/// The shape, contexts and rows to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecodeSizes {
-    /// What the shape is called.
+    /// The shape's name.
     pub name: String,
     /// The shape.
     pub config: Config,
-    /// Tokens of the history, those of the step included: each number is a case for each of `rows`.
+    /// Tokens of the history, including those of the step: each number is a case for each of `rows`.
     pub contexts: Vec<u32>,
-    /// Rows of the step: the newest token, and drafts.
+    /// Rows of the step: the newest token, and its drafts.
     pub rows: Vec<u32>,
-    /// What the weights of layers are rounded to, if they are.
+    /// What the layers' weights are rounded to, if they are rounded.
     pub code: Option<Code>,
     /// Whether drafts are a tree.
     pub tree: bool,
@@ -39,14 +39,14 @@ impl DecodeSizes {
         Self { name: "8B".into(), config: published("8B"), contexts, rows: vec![1, 16], code: None, tree: false }
     }
 
-    /// A small one, for checks on the emulator: one split of the context, and several.
+    /// A small shape, for checks on the emulator: one split of the context, and several.
     pub fn small() -> Self {
         let mut config = Config { vocab_size: 300, num_hidden_layers: 2, ..published("8B") };
         config.plan.resize(256, 384, (4, 2));
         Self { name: "small".into(), config, contexts: vec![40, 600], rows: vec![1, 5, 16], code: None, tree: false }
     }
 
-    /// Cases of [`run`].
+    /// Number of cases of [`run`].
     pub fn cases(&self) -> usize {
         self.contexts.len() * self.rows.len()
     }
@@ -64,16 +64,16 @@ impl DecodeSizes {
     }
 }
 
-/// A published shape that is there.
+/// A published shape, which must exist.
 fn published(name: &str) -> Config {
     Config::published(name).expect("a published shape")
 }
 
-/// Measures every context with every number of rows, after a comparison of the step in one launch with the step in
-/// many.
+/// Measures every context with every number of rows, after comparing the step in one launch with the step in many
+/// launches.
 ///
 /// # Errors
-/// Sizes that the kernels cannot take, too little memory, a device error, or bits that differ.
+/// If the kernels cannot take the sizes, there is too little memory, the device fails, or bits differ.
 pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError> {
     sizes.check()?;
     let (device, config) = (bench.device(), &sizes.config);
@@ -175,13 +175,13 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     Ok(())
 }
 
-/// Bytes that a step of one row need not read, if it finds the head packed.
+/// Bytes that a step of one row need not read if the head is packed.
 fn head_saved(config: &Config, packed: Option<u64>) -> u64 {
     packed.map_or(0, |packed| (2 * config.head().weights() as u64).saturating_sub(packed))
 }
 
-/// Bytes of the weights that a step reads: of quantised layers the codes, with scales and zeros as tight as the
-/// published formats have them; of others what they are packed to, if they are.
+/// Bytes of the weights that a step reads. Quantised layers count as codes, with scales and zeros packed as tightly as
+/// the published formats have them. Others count as what they are packed to, if they are packed.
 fn weight_bytes(config: &Config, code: Option<Code>, packed: Option<u64>) -> u64 {
     let plain = config.step_weight_bytes(2) as u64;
     let Some(code) = code else {

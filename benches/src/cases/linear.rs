@@ -13,7 +13,7 @@ use host::Error;
 use host::device::{Buffer, Device};
 use host::stream::{Source, Stream};
 
-/// Weights that a case rotates over, together: many times what a cache holds.
+/// Bytes of weights that a case rotates over: many times what a cache holds.
 const ROTATED_BYTES: usize = 1 << 30;
 /// Most sets of weights.
 const MOST_SETS: usize = 64;
@@ -25,20 +25,20 @@ const PROBES: usize = 64;
 pub enum LinearEpilogue {
     /// Writes them.
     Write,
-    /// Adds them to what is there: a projection into the residual stream.
+    /// Adds them to what is there: the layer projects into the residual stream.
     Add,
-    /// Makes them gate and up of a SwiGLU; half of `n` is either.
+    /// Takes them as gate and up of SwiGLU; each has half of the `n` features.
     SwiGlu,
 }
 
 /// A layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// What it is called.
+    /// The layer's name.
     pub name: String,
     /// Input features.
     pub k: usize,
-    /// Output features; of gate and up together.
+    /// Output features; for gate and up, those of both together.
     pub n: usize,
     /// What is done with the sums.
     pub kind: LinearEpilogue,
@@ -51,7 +51,7 @@ impl Shape {
     }
 }
 
-/// Which layers, for how many rows.
+/// The layers and rows to measure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinearSizes {
     /// The layers.
@@ -76,7 +76,7 @@ impl LinearSizes {
         }
     }
 
-    /// Small ones, for checks on the emulator: one of each kind, and N-tiles that are not full.
+    /// Small sizes, for checks on the emulator: one layer of each kind, and N-tiles that are not full.
     pub fn small() -> Self {
         let shape = |name: &str, k, n, kind| Shape { name: name.into(), k, n, kind };
         Self {
@@ -89,7 +89,7 @@ impl LinearSizes {
         }
     }
 
-    /// Cases of [`run`].
+    /// Number of cases of [`run`].
     pub fn cases(&self) -> usize {
         self.shapes.len() * self.rows.len()
     }
@@ -119,10 +119,10 @@ impl LinearSizes {
     }
 }
 
-/// Measures every layer at every number of rows.
+/// Measures every layer with every number of rows.
 ///
 /// # Errors
-/// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
+/// If the kernels cannot take the sizes, there is too little memory, the device fails, or a result is wrong.
 pub fn run(bench: &mut Bench<'_>, sizes: &LinearSizes) -> Result<(), BenchError> {
     sizes.check()?;
     let rotated = if bench.is_timed() { ROTATED_BYTES } else { 0 };
@@ -149,16 +149,16 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
     let m = rows as usize;
     let inputs = random(m * k, 7);
     let x = device.upload(&inputs)?;
-    // Features of an output row: gate and up make one of each pair.
+    // Features of an output row: a gate and an up together give one.
     let features = if kind == LinearEpilogue::SwiGlu { n / 2 } else { n };
     let y = device.zeroed::<f32>(m * n)?;
     let activation = device.zeroed::<bf16>(if kind == LinearEpilogue::SwiGlu { m * features } else { 0 })?;
-    // What a layer that adds leaves for the norm after it.
+    // For a layer that adds: what it leaves for the norm after it.
     let adds = if kind == LinearEpilogue::Add { n } else { 0 };
     let (scaled, norm) = (device.zeroed::<bf16>(m * adds)?, device.zeroed::<bf16>(adds)?);
     let squares = device.zeroed::<f32>(m * adds / N_TILE as usize)?;
     let list = RowList::new(device, rows)?;
-    // Gate, then up.
+    // The gate's matrix, then the up's.
     let up = (kind == LinearEpilogue::SwiGlu).then_some(features * k);
     let source = Source::new(pool.buffer(), features, up);
     let weights = Stream::new(device, (0..sets).map(|_| (source.n_tiles(), k as u32)))?;
@@ -220,14 +220,14 @@ fn layer(bench: &mut Bench<'_>, pool: &Pool, shape: &Shape, rows: u32, sets: usi
                 }
             }
         }
-        // An activation is rounded to bf16.
+        // Activations are rounded to bf16.
         Ok(compare(&found, &expected, if kind == LinearEpilogue::SwiGlu { 6e-3 } else { 1e-4 }))
     };
     bench.case(case, launch, check)?;
     Ok(())
 }
 
-/// The width that serves `rows`, as the forward pass chooses it.
+/// Launches the kernel of the width that serves `rows`, as the forward pass chooses it.
 unsafe fn enqueue(device: &Device, kind: LinearEpilogue, rows: u32, p: Linear) -> Result<(), Error> {
     let width = match rows {
         0..=8 => 8,

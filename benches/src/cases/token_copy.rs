@@ -1,4 +1,4 @@
-//! The token-record gather: payload from pinned host memory beside what the copy engine moves.
+//! The token-record gather: payload from pinned host memory, compared with what the copy engine moves.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -10,17 +10,17 @@ use crate::{Bench, BenchError, Case, Label, Path, Unit, Work};
 use host::Error;
 use host::device::{Buffer, Device};
 
-/// Bytes of payload that a case rotates over, together: more than twice the L2 of an H100.
+/// Bytes of payload that a case rotates over: more than twice the L2 of an H100.
 const ROTATED_BYTES: u64 = 128 << 20;
 /// Most lists of pairs.
 const MOST_SETS: u64 = 16;
 /// Pairs that are compared with their sources.
 const PROBES: usize = 512;
 
-/// In what order the sources come.
+/// The order of the sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Drawn anew each time, so that some come twice.
+    /// Drawn anew for each pair, so that some come twice.
     Random,
     /// Each at most once, in random order.
     Unique,
@@ -43,12 +43,12 @@ impl fmt::Display for Order {
     }
 }
 
-/// How many records, of which size, in which orders.
+/// Number and size of the records, and the orders and ways to measure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenCopySizes {
     /// Records to copy.
     pub records: usize,
-    /// Records that the region on the host has.
+    /// Records of the region on the host.
     pub slots: usize,
     /// Bytes of a record.
     pub record_bytes: u32,
@@ -75,13 +75,14 @@ impl TokenCopySizes {
         Self { records: 70, slots: 90, ..Self::published() }
     }
 
-    /// Rows of [`run`].
+    /// Number of rows of [`run`].
     pub fn cases(&self) -> usize {
         let gathers: usize = self.orders.iter().map(|&order| self.gathers(order).count()).sum();
         gathers + self.scatters().count()
     }
 
-    /// The ways to read from the host that are measured in this order: the two slow ones once are enough.
+    /// The ways to read from the host that are measured in this order. The two slow ones are measured in one order
+    /// only.
     fn gathers(&self, order: Order) -> impl Iterator<Item = Variant> + '_ {
         self.variants.iter().copied().filter(move |&variant| match variant {
             Variant::SortedByDestination => false,
@@ -90,7 +91,7 @@ impl TokenCopySizes {
         })
     }
 
-    /// The ways to write to the host.
+    /// The ways to write to the host that are measured.
     fn scatters(&self) -> impl Iterator<Item = Variant> + '_ {
         self.variants.iter().copied().filter(|v| matches!(v, Variant::Capped | Variant::SortedByDestination))
     }
@@ -106,7 +107,7 @@ impl TokenCopySizes {
     }
 }
 
-/// Lists of pairs on the device, and what they are.
+/// Lists of pairs on the device, and their content.
 struct Pairs {
     host_side: Vec<Vec<i32>>,
     device_side: Vec<Vec<i32>>,
@@ -152,10 +153,10 @@ impl Pairs {
     }
 }
 
-/// Measures every way in every order, from the host; then the ways to write to it.
+/// Measures every way to read from the host in every order, then the ways to write to it.
 ///
 /// # Errors
-/// Sizes that the kernels cannot take, too little memory, a device error, or a wrong result.
+/// If the kernels cannot take the sizes, there is too little memory, the device fails, or a result is wrong.
 pub fn run(bench: &mut Bench<'_>, sizes: &TokenCopySizes) -> Result<(), BenchError> {
     sizes.check()?;
     let payload = sizes.records as u64 * u64::from(sizes.record_bytes);
@@ -190,7 +191,7 @@ fn bytes(len: usize) -> impl Iterator<Item = u8> {
     (0..len.div_ceil(8)).flat_map(move |_| random.bits().to_le_bytes()).take(len)
 }
 
-/// What `error` is to the device's user.
+/// A copy's error, as a device error.
 fn device_error(error: token_copy::Error) -> Error {
     match error {
         token_copy::Error::Device(error) => error,
@@ -221,7 +222,7 @@ fn gather(
     for (to, byte) in host.as_mut_slice()?.iter_mut().zip(bytes(slots * size)) {
         *to = byte;
     }
-    // Zeroed: what an earlier way left there would pass for a copy.
+    // Zeroed, so that what an earlier way left there does not pass for a copy.
     let card = RefCell::new(device.zeroed::<u8>(records * size)?);
     let checked: Vec<_> =
         pairs.buffers.iter().map(|(src, dst)| copier.check(src, dst)).collect::<Result<_, _>>().map_err(refused)?;

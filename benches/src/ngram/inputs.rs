@@ -5,7 +5,7 @@ use gpu_kernels::ngram::reference;
 use super::TokenId;
 use crate::Random;
 
-/// Which operator, and what it alone is told.
+/// Which operator, with the parameters that only it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operator {
     /// `ngram_match`.
@@ -65,16 +65,16 @@ pub struct Outcome<T> {
     pub drafts: Vec<T>,
 }
 
-/// Where the pattern stands a second time, in a batch of the published benchmark.
+/// Where the pattern occurs a second time, in a batch of the published benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hit {
     /// Near the start of the prompt.
     PromptEarly,
-    /// Near its end.
+    /// Near the end of the prompt.
     PromptLate,
     /// Near the start of the generated tokens.
     GeneratedEarly,
-    /// Near their end.
+    /// Near the end of the generated tokens.
     GeneratedLate,
     /// Nowhere.
     None,
@@ -85,7 +85,7 @@ impl Hit {
     pub const ALL: [Self; 5] =
         [Self::PromptEarly, Self::GeneratedEarly, Self::PromptLate, Self::GeneratedLate, Self::None];
 
-    /// A word or two.
+    /// A short name.
     pub fn name(self) -> &'static str {
         match self {
             Self::PromptEarly => "prompt, early",
@@ -98,7 +98,7 @@ impl Hit {
 }
 
 /// A case of the published benchmark: prompts of one length, 20 generated tokens before the newest, patterns of up to 3
-/// tokens, up to 10 drafts, ids drawn from 490; the pattern's ids stand nowhere else.
+/// tokens, up to 10 drafts, ids drawn from 490. The pattern's ids occur nowhere else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Published {
     /// Sequences.
@@ -116,12 +116,12 @@ const NEWEST: usize = 20;
 const DRAFTS: usize = 10;
 
 impl Published {
-    /// Bytes of 64-bit ids that the search cannot do without reading, when there is no match.
+    /// Bytes of 64-bit ids that the search must read if there is no match.
     pub fn bytes(&self) -> u64 {
         (self.batch * (self.length + NEWEST + 1) * 8) as u64
     }
 
-    /// Its arrays.
+    /// The arrays of the case.
     pub fn inputs<T: TokenId>(&self) -> Inputs<T> {
         let Self { batch, length, threshold, hit } = *self;
         let pre_ids_stride = length + 64;
@@ -211,7 +211,7 @@ impl<T: TokenId> Inputs<T> {
             input_ids: Vec::new(),
         };
         for b in 0..batch {
-            // As many short texts as long ones.
+            // Short texts are as common as long ones.
             let mut length = |longest: usize| {
                 let bits = random.below(usize::BITS.saturating_sub(longest.leading_zeros()).into()) + 1;
                 if random.once_in(2) { longest } else { random.below((1u64 << bits).min(longest as u64 + 1)) as usize }
@@ -251,14 +251,14 @@ impl<T: TokenId> Inputs<T> {
         case
     }
 
-    /// The longest of both texts, in tokens: what a launch is sized by.
+    /// The length of the longest text of either kind, in tokens; it determines the size of a launch.
     pub fn longest(&self) -> u32 {
         let prompt = self.input_ids_len.iter().map(|&len| len.clamp(0, self.input_ids_stride as i64)).max();
         let generated = self.step_idx.iter().map(|&step| step.clamp(0, self.pre_ids_stride as i64)).max();
         prompt.max(generated).unwrap_or(0) as u32
     }
 
-    /// The outputs before a launch: drafts that nobody wrote are all one id.
+    /// The outputs before a launch. All drafts are one id, which stays where nothing is written.
     pub fn before(&self) -> Outcome<T> {
         let drafts = vec![T::from_small(-77_777); self.batch * self.draft_tokens_stride];
         Outcome { rows: self.rows.clone(), drafts }
@@ -271,7 +271,7 @@ impl<T: TokenId> Inputs<T> {
         outcome
     }
 
-    /// The serial algorithm, on outputs that are there.
+    /// Runs the serial algorithm on existing outputs.
     pub fn run_serial(&self, outcome: &mut Outcome<T>) {
         let batch = reference::Batch {
             input_ids: &self.input_ids,

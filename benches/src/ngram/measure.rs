@@ -1,4 +1,4 @@
-//! The measured cases: the published groups and the two figures that are held against targets.
+//! The measured cases: the published groups, and the two cases whose figures are held against targets.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ const MOST_SETS: u64 = 512;
 pub struct Group {
     /// What varies in it.
     pub name: &'static str,
-    /// Its cases, each with what it is called within the group.
+    /// Its cases, each with its name within the group.
     pub cases: Vec<(String, Published)>,
 }
 
@@ -49,26 +49,26 @@ pub fn groups() -> Vec<Group> {
     ]
 }
 
-/// The figures of one case. Those of the device are of calls in a graph that rotates over copies of the batch.
+/// The figures of one case. Those of the device are for calls in a graph that rotates over copies of the batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Measurement {
     /// The case.
     pub published: Published,
     /// Copies that launches rotated over.
     pub sets: usize,
-    /// This kernel; none where nothing is timed.
+    /// This kernel; `None` if nothing is timed.
     pub kernel: Option<Figures>,
     /// [`Peer::Plain`].
     pub plain: Option<Figures>,
     /// [`Peer::BlockScan`].
     pub block_scan: Option<Figures>,
-    /// Seconds of the serial algorithm on the host, on arrays that are there.
+    /// Seconds of the serial algorithm on the host, on arrays that are there already.
     pub serial: Option<f64>,
-    /// Seconds of the same with the way there and back: [`OverHost`].
+    /// Seconds of the same, including the copies to the host and back: [`OverHost`].
     pub over_host: Option<f64>,
 }
 
-/// The copies to rotate over so that a launch finds nothing of its own in the cache.
+/// The number of copies to rotate over so that a launch finds none of its tokens in the cache.
 fn sets(case: &Published) -> usize {
     ROTATED_BYTES.div_ceil(case.bytes()).clamp(2, MOST_SETS) as usize
 }
@@ -78,11 +78,11 @@ fn label(case: &Published, name: &str) -> Label {
     Label { bench: "ngram", name: name.into(), size }
 }
 
-/// Runs one case: checks each design against the serial algorithm, and times it. With `peers`, the slower designs and
-/// the host too.
+/// Runs one case: checks each design against the serial algorithm, and times it. With `peers`, also the slower designs
+/// and the host.
 ///
 /// # Errors
-/// A device error, or a wrong result.
+/// If the device fails, or a result is wrong.
 pub fn run(bench: &mut Bench<'_>, published: Published, peers: bool) -> Result<Measurement, BenchError> {
     let inputs = published.inputs::<i64>();
     let expected = inputs.expected();
@@ -134,7 +134,7 @@ pub fn run(bench: &mut Bench<'_>, published: Published, peers: bool) -> Result<M
     Ok(measured)
 }
 
-/// Seconds of `work`, three times.
+/// Measures the seconds of `work` three times.
 fn measured_on_host(mut work: impl FnMut() -> Result<(), BenchError>) -> Result<Option<Samples>, BenchError> {
     let mut samples = Vec::new();
     for _ in 0..3 {
@@ -145,7 +145,8 @@ fn measured_on_host(mut work: impl FnMut() -> Result<(), BenchError>) -> Result<
     Ok(Samples::new(samples))
 }
 
-/// The figures of this kernel alone, launched in each of these ways, over copies of the batch or, `cached`, over one.
+/// The figures of this kernel alone, launched in each of `ways`. It rotates over copies of the batch, or with `cached`
+/// runs on one copy.
 ///
 /// # Errors
 /// A device error, or a wrong result.

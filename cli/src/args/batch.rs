@@ -56,7 +56,7 @@ pub struct BatchArgs {
     /// --device counts no more then
     #[arg(long, value_name = "DEVICES", value_parser = devices, help_heading = "Device")]
     pub devices: Option<Devices>,
-    // Behind the others: its heading would be theirs.
+    // This must come last: arguments after it would get its heading.
     #[command(flatten)]
     pub size: SizeArgs,
 }
@@ -113,9 +113,9 @@ pub struct MergeArgs {
 /// A share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// Which, from 0.
+    /// Which share, counted from 0.
     pub index: u64,
-    /// Of how many.
+    /// How many shares there are.
     pub count: u64,
 }
 
@@ -124,7 +124,7 @@ pub struct Shard {
 pub enum Devices {
     /// Every CUDA card.
     All,
-    /// These.
+    /// The devices of a list.
     These(Vec<DeviceChoice>),
 }
 

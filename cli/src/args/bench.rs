@@ -88,7 +88,7 @@ pub struct BenchRunArgs {
 }
 
 impl BenchRunArgs {
-    /// How the device is opened for them.
+    /// The device options that these arguments call for.
     pub fn options(&self) -> DeviceOptions {
         let Self { kernels, level, shared_memory, unfused, weights, .. } = self;
         DeviceOptions {
@@ -224,13 +224,13 @@ pub enum HitName {
     None,
 }
 
-/// What decode steps read, by its name.
+/// Parses the name of what decode steps read.
 fn weights() -> impl TypedValueParser<Value = WeightsArgument> {
     let names = WeightsArgument::ALL.map(|(name, meaning, _)| PossibleValue::new(name).help(meaning));
     PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 
-/// Two numbers, such as `4096x6144`.
+/// Parses two numbers, such as `4096x6144`.
 fn shape(text: &str) -> Result<(usize, usize), String> {
     text.split_once(['x', '×'])
         .and_then(|(k, n)| Some((k.trim().parse().ok()?, n.trim().parse().ok()?)))

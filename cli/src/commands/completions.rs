@@ -1,5 +1,5 @@
-//! `warpdraft completions`: a script that teaches a shell the commands and flags. `warpdraft manual`: the same for
-//! `man`.
+//! `warpdraft completions`: a script that teaches a shell the commands and flags. `warpdraft manual`: pages that
+//! describe them for `man`.
 
 use std::path::Path;
 
@@ -13,19 +13,19 @@ use crate::{Ending, output};
 /// Prints the script for `shell`.
 ///
 /// # Errors
-/// A closed pipe.
+/// If the pipe is closed.
 pub fn run(shell: Shell) -> anyhow::Result<Ending> {
-    // By way of memory, since the generator panics where a writer fails.
+    // Written to memory first, since the generator panics if a writer fails.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Args::command(), "warpdraft", &mut script);
     output::print(&String::from_utf8_lossy(&script))?;
     Ok(Ending::Done)
 }
 
-/// Writes a manual page for each command into `folder`, which is made if it is not there.
+/// Writes a manual page for each command into `folder`, which is created if it does not exist.
 ///
 /// # Errors
-/// A folder that cannot be written.
+/// If the folder cannot be written.
 pub fn manual(folder: &Path) -> anyhow::Result<Ending> {
     let cannot = || format!("cannot write the manual pages to {}", folder.display());
     std::fs::create_dir_all(folder).with_context(cannot)?;

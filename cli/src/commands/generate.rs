@@ -16,7 +16,7 @@ use crate::{Ending, loading, output};
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever is wrong with the model, the prompt or the device; a closed pipe.
+/// If anything is wrong with the model, the prompt or the device, or a pipe is closed.
 pub fn run(command: Generate) -> anyhow::Result<Ending> {
     let Generate { source, weights, mut load, prompt, answer: settings, report, echo, shape, profile: trace } = command;
     loading::start_log(report)?;

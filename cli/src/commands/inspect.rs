@@ -13,16 +13,16 @@ use serde::Serialize;
 use crate::resolve::Inspect;
 use crate::{Ending, loading, output};
 
-/// Memory of a card that is not ours to use: the driver's context and the kernels themselves, roughly.
+/// Memory of a card that this program cannot use for data: roughly the driver's context and the kernels.
 const DRIVER_BYTES: u64 = 512 << 20;
 
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever is wrong with the files; a closed pipe.
+/// If anything is wrong with the files, or a pipe is closed.
 pub fn run(command: Inspect) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
-    // Of a model on the hub nothing is fetched but config and headers, unless its weights are to be read.
+    // Of a model on the hub only the config and headers are fetched, unless its weights are to be read.
     let elsewhere =
         if command.check { None } else { loading::outline(&command.source, command.weights, command.report)? };
     let findings = match elsewhere {
@@ -41,7 +41,7 @@ pub fn run(command: Inspect) -> anyhow::Result<Ending> {
     Ok(Ending::Done)
 }
 
-/// Everything that is shown; the fields of `--json`.
+/// Everything that is shown. Also the fields of `--json`.
 #[derive(Serialize)]
 struct Findings {
     model: String,
@@ -52,15 +52,15 @@ struct Findings {
     files: Vec<File>,
     weights: WeightsSummary,
     weights_checked: bool,
-    /// Null, like the next two, for a model that is not on this machine.
+    /// Null, as are the next two, for a model that is not on this machine.
     tokenizer_tokens: Option<usize>,
     chat_template: Option<bool>,
     generation: Option<Generation>,
     memory: Memory,
     cards: Vec<Card>,
-    /// Why no card can run it, if so.
+    /// Why no card can run the model, if none can.
     gpu_unsupported: Option<String>,
-    /// What the files contradict each other in.
+    /// Contradictions between the files.
     warnings: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tensors: Option<Vec<Tensor>>,
@@ -103,7 +103,7 @@ struct File {
 /// How weights are stored and read.
 #[derive(Serialize)]
 struct WeightsSummary {
-    /// `--weights`.
+    /// The value of `--weights`.
     mode: String,
     /// `quant_method` of the checkpoint; null if it has none.
     quantization: Option<String>,
@@ -114,7 +114,7 @@ struct WeightsSummary {
     step_format_bytes: u64,
 }
 
-/// The weights of a kind.
+/// All weights of one kind.
 #[derive(Serialize)]
 struct Kind {
     kind: &'static str,
@@ -127,7 +127,7 @@ struct Kind {
 
 impl WeightsSummary {
     fn of(config: &Config, matrices: &[MatrixOutline], command: &Inspect) -> Self {
-        // Of an untied embedding a step reads a row.
+        // Of an untied embedding, a step reads only one row.
         let read = matrices.iter().filter(|m| config.tie_word_embeddings || m.kind != "embedding");
         let kind = |matrix: &MatrixOutline| Kind {
             kind: matrix.kind,
@@ -158,22 +158,22 @@ struct Generation {
     repetition_penalty: Option<f32>,
 }
 
-/// What a card must hold.
+/// What a card must have memory for.
 #[derive(Serialize)]
 struct Memory {
     context: usize,
     weight_bytes: u64,
-    /// Bytes of weights from Hopper on, of a quantised model where memory is scarce; null for others.
+    /// Bytes of the weights of a quantised model from Hopper on, if memory is scarce; null for other models.
     code_bytes: Option<u64>,
-    /// Whether those are all that is kept on Hopper.
+    /// Whether codes are all that is kept of matrices on Hopper.
     #[serde(skip)]
     codes_alone: bool,
-    /// The matrices packed without loss, by a sample of the model's own weights; null where they cannot be packed, are
-    /// codes, or are not on this machine.
+    /// Bytes of the matrices packed without loss, estimated from a sample of the model's weights. Null if they cannot
+    /// be packed, are codes, or are not on this machine.
     packed_bytes: Option<u64>,
-    /// The same as bf16.
+    /// Bytes of the same matrices as bf16.
     packed_from_bytes: Option<u64>,
-    /// Bytes of all weights where packed ones are all that is kept of matrices: from Hopper on, if memory is scarce.
+    /// Bytes of all weights if matrices are kept only in packed form, which is done from Hopper on if memory is scarce.
     packed_alone_bytes: Option<u64>,
     kv_bytes_per_token: usize,
     working_bytes: u64,
@@ -187,7 +187,7 @@ struct Card {
     memory_bytes: u64,
     compute_capability: String,
     fits: bool,
-    /// Longest context that fits, 0 if none does.
+    /// Longest context that fits; 0 if none does.
     longest_context: usize,
 }
 
@@ -201,7 +201,7 @@ struct Tensor {
 }
 
 impl Findings {
-    /// `checkpoint` is there if the model is on this machine.
+    /// What the outline and the cards tell. `checkpoint` is given if the model is on this machine.
     fn of(outline: Outline, checkpoint: Option<&Checkpoint>, command: &Inspect) -> Result<Self, host::Error> {
         let config = &outline.config;
         let context = command.load.context_for(config)?;
@@ -212,7 +212,7 @@ impl Findings {
         let coded = coding.map(|coding| Kept::only(MatrixFormat::Coded(coding)));
         let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
         let may_pack = may_pack && Forward::check(config).is_ok();
-        // What cannot be read is for loading, or `--check`, to tell.
+        // Errors in reading weights are for loading, or `--check`, to report.
         let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED).ok().flatten();
         let packed = checkpoint.filter(|_| may_pack).and_then(size);
         let packed_alone = packed.map(|size| Kept::only(MatrixFormat::Packed(size)));
@@ -230,7 +230,7 @@ impl Findings {
         };
         let cards = cards.into_iter().map(|card| {
             let has_gemms = has_gemms(&card);
-            // Packed weights are all that is kept where there is no room for both.
+            // If there is no room for both, only the packed weights are kept.
             let is_asked = command.load.options.lossless == Some(true);
             let packs = |of: Capabilities| of.has_full_ring() && (is_asked || Kept::packing_pays(config, &of));
             let packed = packed_alone.filter(|_| card.capabilities.is_some_and(packs));
@@ -280,8 +280,8 @@ impl Findings {
     }
 }
 
-/// The longest context whose cache and working memory fit into `room` beside the weights; memory grows with the
-/// context.
+/// The longest context whose cache and working memory fit into `room` together with the weights. Found by bisection, as
+/// memory grows with the context.
 fn longest_context(config: &Config, room: u64, has_gemms: bool, kept: Option<Kept>) -> usize {
     let fits = |context| {
         let footprint = Footprint::of(config, context, has_gemms).keeping(config, kept);
@@ -297,7 +297,7 @@ fn longest_context(config: &Config, room: u64, has_gemms: bool, kept: Option<Kep
 
 fn files(tensors: &[Tensor]) -> Vec<File> {
     let mut files: Vec<File> = Vec::new();
-    // Tensors come shard by shard.
+    // Tensors are listed shard by shard.
     for shard in tensors.chunk_by(|a, b| a.file == b.file) {
         files.push(File {
             name: shard[0].file.clone(),
@@ -346,7 +346,7 @@ impl Generation {
     }
 }
 
-/// `key   value`, the values below one another.
+/// A line `key   value`, with the values aligned.
 fn row(f: &mut fmt::Formatter<'_>, key: &str, value: impl fmt::Display) -> fmt::Result {
     writeln!(f, "  {key:<18} {value}")
 }

@@ -1,4 +1,4 @@
-//! The commands, one a file. Each takes what `resolve` made of its arguments.
+//! The commands, one in each file. Each takes what `resolve` made of its arguments.
 
 pub mod batch;
 #[cfg(feature = "bench")]
@@ -18,7 +18,7 @@ use crate::output::Printer;
 use crate::progress::Waiting;
 use crate::resolve::Report;
 
-/// What of an answer goes to standard output as it comes.
+/// What part of an answer goes to standard output while it is generated.
 #[derive(Clone, Copy, Debug)]
 enum Shown<'a> {
     /// Nothing.
@@ -54,10 +54,10 @@ fn answer(
     Ok(generation)
 }
 
-/// Shows an answer while it is made.
+/// Shows an answer while it is generated.
 struct Answering {
     interrupt: Deferred,
-    /// Until the first token.
+    /// The wait for the first token, until it comes.
     waiting: Option<Waiting>,
     printer: Option<Printer>,
     printed: anyhow::Result<()>,

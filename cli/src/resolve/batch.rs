@@ -16,7 +16,7 @@ use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 pub enum Batch {
     /// Answers requests.
     Run(Box<Run>),
-    /// Puts results together.
+    /// Puts the results of shards together.
     Merge(Merge),
 }
 
@@ -27,28 +27,28 @@ pub struct Run {
     pub requests: PathBuf,
     /// The results; `-` is standard output.
     pub output: PathBuf,
-    /// Whether results are in the order of requests.
+    /// Whether results are written in the order of the requests.
     pub ordered: bool,
-    /// Which share.
+    /// The share of the requests to answer.
     pub shard: Option<Shard>,
     /// The model.
     pub source: Source,
-    /// What the layers' matrices are to be.
+    /// What the layers' matrices become while they are loaded.
     pub weights: WeightsMode,
-    /// Where it runs: once or more.
+    /// The devices that it runs on, one or more.
     pub loads: Vec<LoadOptions>,
-    /// What it may use, on each.
+    /// What the batch may use on each device.
     pub options: BatchOptions,
-    /// What requests leave open.
+    /// Settings for what requests leave open.
     pub defaults: Defaults,
-    /// What to say.
+    /// What to report.
     pub report: Report,
 }
 
-/// What requests leave open.
+/// Settings for what requests leave open.
 #[derive(Debug)]
 pub struct Defaults {
-    /// Its `max_tokens` is not looked at, and its seed is what the requests' own are made from.
+    /// How answers are made. Its `max_tokens` is ignored, and the seeds of requests are made from its seed.
     pub answer: Answer,
     /// Most tokens of a continuation.
     pub prompt_tokens: usize,
@@ -58,7 +58,7 @@ pub struct Defaults {
     pub think: bool,
 }
 
-/// Every card.
+/// All CUDA cards.
 fn cards() -> anyhow::Result<Vec<DeviceChoice>> {
     let cards = host::device::cards()?;
     if cards.is_empty() {
@@ -68,7 +68,7 @@ fn cards() -> anyhow::Result<Vec<DeviceChoice>> {
 }
 
 impl Defaults {
-    /// Everything here that shapes an answer, as a text: not what only changes the speed.
+    /// Everything here that shapes an answer, as text. What only changes the speed is left out.
     pub fn shape(&self, checkpoint: &GenerationConfig) -> String {
         let answer = &self.answer;
         let sampling = answer.sampling(checkpoint);
@@ -77,23 +77,23 @@ impl Defaults {
     }
 }
 
-/// What is put together.
+/// Which results are put together.
 #[derive(Debug)]
 pub struct Merge {
     /// Results of shards.
     pub shards: Vec<PathBuf>,
-    /// Where to; `-` is standard output.
+    /// The file for all results; `-` is standard output.
     pub output: PathBuf,
-    /// The requests, to check against.
+    /// The requests, to check the results against.
     pub requests: Option<PathBuf>,
-    /// What to say.
+    /// What to report.
     pub report: Report,
 }
 
-/// Resolves the arguments.
+/// Resolves the arguments of `batch`.
 ///
 /// # Errors
-/// A model that is not there, settings that contradict each other.
+/// If there is no such model, or settings contradict each other.
 pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     if let Some(BatchCommand::Merge(MergeArgs { shards, output, requests, quiet })) = args.command {
         let detail = if quiet { Detail::Quiet } else { Detail::Normal };
@@ -114,7 +114,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     };
     let loads = devices.into_iter().map(|device| LoadOptions { device, ..one.clone() }).collect();
     let most = how.max_tokens;
-    // Equal runs give equal results: no random seed.
+    // Equal runs must give equal results, so the seed is not random.
     let seed = how.seed.unwrap_or(0);
     let mut answer = answer(how, &draft, most.unwrap_or(GENERATE_TOKENS))?;
     answer.seed = seed;
@@ -141,7 +141,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         defaults: Defaults {
             answer,
             prompt_tokens: most.unwrap_or(GENERATE_TOKENS),
-            // To the end of the context: a model may think for thousands of tokens.
+            // Up to the end of the context: a model may think for thousands of tokens.
             chat_tokens: most.unwrap_or(usize::MAX),
             think: !args.no_think,
         },

@@ -1,4 +1,5 @@
-//! What `bench` measures: sizes from the flags, the published ones where there are none, small ones on the emulator.
+//! What `bench` measures. Sizes come from the flags; without flags they are the published sizes, or small ones on the
+//! emulator.
 
 use std::path::PathBuf;
 
@@ -18,9 +19,9 @@ use crate::args::bench::{
 /// What `bench` does.
 #[derive(Debug)]
 pub struct Bench {
-    /// Where: never the CPU.
+    /// The device; never the CPU.
     pub device: DeviceChoice,
-    /// How it is opened.
+    /// How the device is opened.
     pub options: DeviceOptions,
     /// Measurements of each case.
     pub repeats: usize,
@@ -28,7 +29,7 @@ pub struct Bench {
     pub groups: Vec<Group>,
     /// Where to draw the figures.
     pub plot: Option<PathBuf>,
-    /// What to say.
+    /// What to report.
     pub report: Report,
 }
 
@@ -50,7 +51,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// How many rows it brings on a device.
+    /// How many rows it gives on a device.
     pub fn cases(&self, device: &Device) -> usize {
         match self {
             Self::Ceilings(sizes) => sizes.cases(device),
@@ -66,7 +67,7 @@ impl Group {
 /// Resolves the arguments of `bench`.
 ///
 /// # Errors
-/// A device that has no kernels, a place for the plot that is none.
+/// If the device has no kernels, or the plot cannot be written where it should go.
 pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
     let run = args.run;
     if run.device == DeviceChoice::Cpu {
@@ -97,7 +98,7 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
             ngram_group(&NgramArgs::default(), small),
         ],
     };
-    // On a card the limits are part of every run. The emulator has none, and checks what was asked for.
+    // On a card the limits are part of every run. The emulator has no limits, and only checks what was asked for.
     let own = matches!(named[..], [Group::Ceilings(_)]);
     let limits = (!own && (all || !small)).then(|| ceilings_group(&CeilingsArgs::default(), small));
     Ok(Bench {
@@ -119,7 +120,7 @@ fn ceilings_group(args: &CeilingsArgs, small: bool) -> Group {
     })
 }
 
-/// `given`, or if nothing was, `default`.
+/// `given`, or `default` if it is empty.
 fn or<T>(given: Vec<T>, default: Vec<T>) -> Vec<T> {
     if given.is_empty() { default } else { given }
 }

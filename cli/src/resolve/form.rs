@@ -8,10 +8,10 @@ use model::Shape;
 use super::utf8;
 use crate::args::form::FormArgs;
 
-/// What answers have to look like, if that is said; reads the file.
+/// The form that answers must have, if one is asked for. Reads the file that holds it.
 ///
 /// # Errors
-/// A file that cannot be read, or is no JSON.
+/// If the file cannot be read, or a JSON Schema is not JSON.
 pub fn shape(args: FormArgs) -> anyhow::Result<Option<Shape>> {
     let FormArgs { json_schema, regex, choice, grammar } = args;
     if let Some(path) = json_schema {

@@ -1,7 +1,7 @@
-//! Asynchronous copies from global to shared memory, 16 bytes a lane (sm_80 on).
+//! Asynchronous copies from global to shared memory, 16 bytes a lane (`cp.async`, sm_80 on).
 //!
-//! A lane starts copies, closes them into a group with [`commit`], and waits for its groups. What it copied is then
-//! visible to itself, and to others after a barrier.
+//! A lane starts copies with [`copy16`], closes them into a group with [`commit`], and waits for its groups with
+//! [`wait`]. The copied bytes are then visible to the lane itself, and to others after a barrier.
 
 use crate::Global;
 use crate::shared::Shared;

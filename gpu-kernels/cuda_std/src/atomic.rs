@@ -7,20 +7,20 @@ use crate::GlobalMut;
 use crate::shared::Shared;
 use crate::target;
 
-/// What else an atomic access orders.
+/// How an atomic access orders the lane's other accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ordering {
-    /// Nothing (`relaxed`).
+    /// Not at all (`relaxed`).
     Relaxed,
-    /// What comes after it stays after it (`acquire`). A store with it is relaxed.
+    /// Accesses that come after it stay after it (`acquire`). A store with this ordering is relaxed.
     Acquire,
-    /// What comes before it stays before it (`release`). A load with it is relaxed.
+    /// Accesses that come before it stay before it (`release`). A load with this ordering is relaxed.
     Release,
-    /// Both (`acq_rel`). A load with it acquires, a store releases.
+    /// Both (`acq_rel`). A load with this ordering acquires, a store releases.
     AcqRel,
 }
 
-/// Among whom an atomic access or a fence is one.
+/// The threads among which an atomic access is atomic and ordered, or a fence orders accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
     /// The lanes of the block (`cta`).
@@ -34,7 +34,8 @@ pub enum Scope {
 pub(crate) mod place {
     use crate::atomic::{Ordering, Scope};
 
-    /// The operations, for one memory and one type of element; `target` implements them.
+    /// The operations on one memory and one type of element. The module's functions forward to them, and they to
+    /// `target`.
     pub trait Operations: Copy {
         type Value: Copy;
 
@@ -55,7 +56,7 @@ pub(crate) mod place {
     }
 }
 
-/// Memory that holds atomics: [`GlobalMut`] and [`Shared`] of `u32`, `i32`, `u64` and `i64`.
+/// Memory that the functions of this module take: [`GlobalMut`] and [`Shared`] of `u32`, `i32`, `u64` and `i64`.
 pub trait Place: place::Operations {}
 impl<P: place::Operations> Place for P {}
 
@@ -84,7 +85,7 @@ macro_rules! operations {
 }
 
 operations! {
-    /// Element `i` (`ld.relaxed` or `ld.acquire`).
+    /// Reads element `i` (`ld.relaxed` or `ld.acquire`).
     load() -> Value;
     /// Writes element `i` (`st.relaxed` or `st.release`).
     store(value);

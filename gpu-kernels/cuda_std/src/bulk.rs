@@ -1,17 +1,17 @@
-//! Bulk asynchronous copies and the barriers in shared memory that they complete on (sm_90 on).
+//! Bulk asynchronous copies, and the mbarriers in shared memory that they complete on (sm_90 on).
 //!
-//! TMA reads and writes shared memory through a proxy of its own: [`fence_proxy_async`] stands between
+//! TMA accesses shared memory through a proxy of its own, the async proxy. So [`fence_proxy_async`] must stand between
 //! ordinary writes to shared memory and a [`copy_to_global`] that reads them.
 
 use crate::shared::Shared;
 use crate::target;
 use crate::{Global, GlobalMut};
 
-/// A barrier in shared memory (`mbarrier`): a phase ends when the expected arrivals and bytes have come.
+/// A barrier in shared memory (`mbarrier`). A phase ends when the arrivals and the bytes that it expects have come.
 ///
-/// Phases alternate in parity, from 0. [`wait`](Self::wait) with a parity returns when the phase of that parity has
-/// ended; with parity 1 it returns at once on a fresh barrier, so a ring's producer starts with 1 and its consumers
-/// with 0.
+/// Phases alternate in parity, starting with 0. [`wait`](Self::wait) with a parity returns when the phase of that
+/// parity has ended. On a fresh barrier it returns at once for parity 1, so a ring's producer starts with 1 and its
+/// consumers with 0.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Barrier(Shared<u64>);
@@ -24,14 +24,14 @@ impl Barrier {
         Self(place)
     }
 
-    /// Its place.
+    /// The address of the barrier.
     #[inline(always)]
     #[must_use]
     pub const fn place(self) -> Shared<u64> {
         self.0
     }
 
-    /// Makes a barrier of `count` arrivals a phase (`mbarrier.init.shared::cta.b64`). Others may use it after
+    /// Initialises the barrier for `count` arrivals a phase (`mbarrier.init.shared::cta.b64`). Others may use it after
     /// [`fence_init`] and a barrier of the block.
     ///
     /// # Safety
@@ -43,7 +43,8 @@ impl Barrier {
         unsafe { target::mbarrier_init(self.0.addr(), count) }
     }
 
-    /// One arrival (`mbarrier.arrive.shared::cta.b64`). Orders what the lane did before it with what follows a wait.
+    /// Arrives once (`mbarrier.arrive.shared::cta.b64`). What the lane did before is ordered before what follows a wait
+    /// for this phase.
     ///
     /// # Safety
     /// The barrier was made, and this phase expects the arrival.
@@ -54,8 +55,8 @@ impl Barrier {
         unsafe { target::mbarrier_arrive(self.0.addr()) }
     }
 
-    /// One arrival, if `condition`: the instruction is predicated, so that there is no branch on a lane's number into
-    /// which the compiler could draw what warps do together.
+    /// Arrives once, if `condition` holds. The instruction is predicated: into a branch that depends on the lane, the
+    /// compiler could move operations that the whole warp must do together.
     ///
     /// # Safety
     /// As for [`arrive`](Self::arrive).
@@ -66,7 +67,7 @@ impl Barrier {
         unsafe { target::mbarrier_arrive_if(self.0.addr(), condition) }
     }
 
-    /// One arrival that makes the phase wait for `bytes` more bytes to be copied
+    /// Arrives once, and makes the phase wait for `bytes` more bytes to be copied
     /// (`mbarrier.arrive.expect_tx.shared::cta.b64`).
     ///
     /// # Safety
@@ -78,10 +79,10 @@ impl Barrier {
         unsafe { target::mbarrier_arrive_expect_tx(self.0.addr(), bytes) }
     }
 
-    /// Waits for the end of the phase of this parity (`mbarrier.try_wait.parity.shared::cta.b64` in a loop).
+    /// Waits until the phase of this parity has ended (`mbarrier.try_wait.parity.shared::cta.b64` in a loop).
     ///
     /// # Safety
-    /// The barrier was made, and is at most one phase ahead.
+    /// The barrier was made, and is at most one phase ahead of the phase waited for.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn wait(self, parity: u32) {
@@ -89,7 +90,8 @@ impl Barrier {
         unsafe { target::mbarrier_wait(self.0.addr(), parity) }
     }
 
-    /// Whether the phase of this parity has ended; may wait a little (`mbarrier.try_wait.parity.shared::cta.b64`).
+    /// Whether the phase of this parity has ended. May wait a little for it
+    /// (`mbarrier.try_wait.parity.shared::cta.b64`).
     ///
     /// # Safety
     /// As for [`wait`](Self::wait).
@@ -101,7 +103,7 @@ impl Barrier {
         unsafe { target::mbarrier_try_wait(self.0.addr(), parity) }
     }
 
-    /// Whether the phase of this parity has ended, at once (`mbarrier.test_wait.parity.shared::cta.b64`).
+    /// Whether the phase of this parity has ended. Does not wait (`mbarrier.test_wait.parity.shared::cta.b64`).
     ///
     /// # Safety
     /// As for [`wait`](Self::wait).
@@ -114,14 +116,14 @@ impl Barrier {
     }
 }
 
-/// Makes the barriers that this lane made visible to TMA (`fence.mbarrier_init.release.cluster`).
+/// Makes the barriers that this lane initialised visible to TMA (`fence.mbarrier_init.release.cluster`).
 #[inline(always)]
 pub fn fence_init() {
     target::fence_mbarrier_init();
 }
 
-/// Starts a copy whose bytes count towards `barrier`
-/// (`cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes`). One lane issues it.
+/// Starts a copy from global to shared memory (`cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes`).
+/// Its bytes count towards `barrier`. One lane issues it.
 ///
 /// # Safety
 /// Both addresses and `bytes` are multiples of 16, in live memory; the source is not written, nor the destination used,
@@ -133,8 +135,8 @@ pub unsafe fn copy_to_shared(destination: Shared<u8>, source: Global<u8>, bytes:
     unsafe { target::bulk_to_shared(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// [`copy_to_shared`] of what nobody else will read soon: it is the first to leave L2 (`.L2::cache_hint`, with the
-/// policy `evict_first`).
+/// [`copy_to_shared`] for data that nobody else will read soon: it is the first to be evicted from L2
+/// (`.L2::cache_hint`, with the policy `evict_first`).
 ///
 /// # Safety
 /// As [`copy_to_shared`].
@@ -145,8 +147,9 @@ pub unsafe fn copy_to_shared_once(destination: Shared<u8>, source: Global<u8>, b
     unsafe { target::bulk_to_shared_once(destination.addr(), source.addr(), bytes, barrier.0.addr()) }
 }
 
-/// As [`copy_to_shared`] into every block of the [cluster](crate::cluster) whose bit is set in `blocks`, at the same
-/// place and towards the same barrier in each (`.multicast::cluster`).
+/// As [`copy_to_shared`], but into every block of the [cluster](crate::cluster) whose bit is set in `blocks`
+/// (`.multicast::cluster`). In each block the bytes land at the same address, and count towards the barrier at the same
+/// address.
 ///
 /// # Safety
 /// As [`copy_to_shared`], for each of the blocks, none of which has ended.
@@ -163,7 +166,8 @@ pub unsafe fn copy_to_shared_multicast(
     unsafe { target::bulk_to_shared_multicast(destination.addr(), source.addr(), bytes, barrier.0.addr(), blocks) }
 }
 
-/// Starts a copy that belongs to the lane's open group (`cp.async.bulk.global.shared::cta.bulk_group`).
+/// Starts a copy from shared to global memory, which belongs to the lane's open group
+/// (`cp.async.bulk.global.shared::cta.bulk_group`).
 ///
 /// # Safety
 /// Both addresses and `bytes` are multiples of 16, in live memory; the source is not written before
@@ -188,22 +192,23 @@ pub fn wait_read<const PENDING: usize>() {
     target::bulk_wait_read::<PENDING>();
 }
 
-/// Waits until all but the `PENDING` newest groups are written (`cp.async.bulk.wait_group`).
+/// Waits until all but the `PENDING` newest groups have been written (`cp.async.bulk.wait_group`).
 #[inline(always)]
 #[track_caller]
 pub fn wait<const PENDING: usize>() {
     target::bulk_wait::<PENDING>();
 }
 
-/// Orders this lane's earlier ordinary accesses to shared memory with later ones of TMA
+/// Orders this lane's earlier ordinary accesses to shared memory before later ones by TMA and `wgmma`
 /// (`fence.proxy.async.shared::cta`).
 #[inline(always)]
 pub fn fence_proxy_async() {
     target::fence_proxy_async();
 }
 
-/// The same for accesses to global memory, its own and those that others showed it (`fence.proxy.async.global`): stands
-/// between a barrier that waits for the writers and the copy of what they wrote.
+/// As [`fence_proxy_async`], but for global memory (`fence.proxy.async.global`): it covers the lane's own accesses and
+/// those of others that it has synchronised with. It stands between a barrier that waits for the writers and the copy
+/// of what they wrote.
 #[inline(always)]
 pub fn fence_proxy_async_global() {
     target::fence_proxy_async_global();

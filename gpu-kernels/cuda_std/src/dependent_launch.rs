@@ -1,20 +1,23 @@
-//! Launches that begin before the one ahead of them in the queue is done (sm_90 on): what needs nothing of it, a kernel
-//! does meanwhile.
+//! Programmatic dependent launch (sm_90 on): a launch may begin before the launch ahead of it in the queue is done.
+//! Meanwhile it does what needs nothing of that launch.
 //!
-//! A launch enqueued to begin early does so once every block of the launch ahead has called [`allow_next`] or has
-//! ended, and where SMs have room. It calls [`wait`] before it touches anything that other launches write, or writes
-//! anything that they touch; every block does, so that the end of a launch is the end of all before it. Launched in the
-//! ordinary way both do nothing, as under the emulator, which runs launches one after another.
+//! A launch that was enqueued to begin early begins once every block of the launch ahead has called [`allow_next`] or
+//! has ended, as far as SMs have room. Each of its blocks must call [`wait`] before it touches anything that other
+//! launches write, or writes anything that they touch. Since every block waits, the end of a launch is also the end of
+//! all launches before it.
+//!
+//! In an ordinary launch both functions do nothing. They do nothing under the emulator either, which runs launches one
+//! after another.
 
 use crate::target;
 
-/// Waits until all launches ahead are done, and what they wrote can be read (`griddepcontrol.wait`).
+/// Waits until all launches ahead are done and their writes can be read (`griddepcontrol.wait`).
 #[inline(always)]
 pub fn wait() {
     target::wait_for_launches();
 }
 
-/// Lets the next launch begin, as far as this block is concerned (`griddepcontrol.launch_dependents`).
+/// Declares that, as far as this block is concerned, the next launch may begin (`griddepcontrol.launch_dependents`).
 #[inline(always)]
 pub fn allow_next() {
     target::allow_next_launch();

@@ -23,7 +23,7 @@ macro_rules! address {
         impl<T> Copy for $name<T> {}
         // SAFETY: an address is a number; what is done through it is unsafe at the place of use.
         unsafe impl<T> Send for $name<T> {}
-        // SAFETY: as above.
+        // SAFETY: an address is a number; what is done through it is unsafe at the place of use.
         unsafe impl<T> Sync for $name<T> {}
 
         impl<T> Default for $name<T> {
@@ -47,11 +47,11 @@ macro_rules! address {
         }
 
         impl<T> $name<T> {
-            /// From an address of device memory.
+            /// Makes an address of elements from a raw device address.
             ///
             /// # Safety
-            /// It is that of an element of an allocation, or of the end of one, or 0. (What is read or written there
-            /// is asked for where that is done.)
+            /// `address` is that of an element of an allocation, or of the end of one, or 0. (What may be read or
+            /// written there is a condition of each load and store.)
             #[inline(always)]
             #[must_use]
             pub const unsafe fn from_raw(address: u64) -> Self {
@@ -63,7 +63,7 @@ macro_rules! address {
                 Self { address, element: PhantomData }
             }
 
-            /// The address.
+            /// The raw address.
             #[inline(always)]
             #[must_use]
             pub const fn addr(self) -> u64 {
@@ -92,7 +92,7 @@ macro_rules! address {
             /// The address of element `i`.
             ///
             /// # Safety
-            /// The element, or the end, belongs to the same allocation.
+            /// The element belongs to the same allocation, or the address is the end of that allocation.
             #[inline(always)]
             #[must_use]
             pub const unsafe fn at(self, i: usize) -> Self {
@@ -101,7 +101,7 @@ macro_rules! address {
         }
 
         impl<T: Copy> $name<T> {
-            /// Element `i`, of 1, 2, 4 or 8 bytes (`ld.global`).
+            /// Reads element `i`. `T` has 1, 2, 4 or 8 bytes; other sizes do not compile (`ld.global`).
             ///
             /// # Safety
             /// The element is in a live allocation, aligned to its size, initialised, and nobody writes it meanwhile.
@@ -113,7 +113,7 @@ macro_rules! address {
                 unsafe { target::load_global(self.element(i)) }
             }
 
-            /// The 16 bytes from element `i` on (`ld.global.v4.b32`).
+            /// Reads the 16 bytes from element `i` on, as four words (`ld.global.v4.b32`).
             ///
             /// # Safety
             /// As for [`load`](Self::load), for 16 bytes at an address that is a multiple of 16.
@@ -125,7 +125,7 @@ macro_rules! address {
                 unsafe { target::load_global16(self.element(i)) }
             }
 
-            /// [`load16`](Self::load16) of data that is read once, such as weights: it takes no room in L1 and fetches
+            /// [`load16`](Self::load16) for data that is read once, such as weights. It takes no room in L1 and fetches
             /// 256 bytes into L2 (`ld.global.nc.L1::no_allocate.L2::256B.v4.b32`).
             ///
             /// # Safety
@@ -142,12 +142,14 @@ macro_rules! address {
 }
 
 address! {
-    /// An address of device memory that is read. Plain data, laid out the same on the host and the device.
+    /// An address of device memory that is read. It is plain data, laid out alike on host and device, so it can be a
+    /// field of a parameter block.
     Global
 }
 
 address! {
-    /// An address of device memory that is read and written. Plain data, laid out the same on the host and the device.
+    /// An address of device memory that is read and written. It is plain data, laid out alike on host and device, so it
+    /// can be a field of a parameter block.
     GlobalMut
 }
 
@@ -164,7 +166,7 @@ impl<T: Copy> Global<T> {
         unsafe { target::load_global_nc(self.element(i)) }
     }
 
-    /// [`load_nc`](Self::load_nc) of data that is read once, such as weights: it takes no room in L1 and fetches 256
+    /// [`load_nc`](Self::load_nc) for data that is read once, such as weights. It takes no room in L1 and fetches 256
     /// bytes into L2 (`ld.global.nc.L1::no_allocate.L2::256B`).
     ///
     /// # Safety
@@ -198,7 +200,7 @@ impl<T: Copy> GlobalMut<T> {
         Global::new(self.address)
     }
 
-    /// Writes element `i`, of 1, 2, 4 or 8 bytes (`st.global`).
+    /// Writes element `i`. `T` has 1, 2, 4 or 8 bytes; other sizes do not compile (`st.global`).
     ///
     /// # Safety
     /// The element is in a live allocation, aligned to its size, and nobody else uses it meanwhile.
@@ -209,8 +211,8 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global(self.element(i), value) }
     }
 
-    /// [`store`](Self::store) of 4 or 8 bytes, if `condition`: the instruction is predicated, where a branch would have
-    /// what comes behind it wait for lanes to meet.
+    /// [`store`](Self::store) of 4 or 8 bytes, if `condition` holds. The instruction is predicated: behind a branch,
+    /// the code that follows would wait for the lanes to reconverge.
     ///
     /// # Safety
     /// As for [`store`](Self::store), if `condition`.
@@ -221,8 +223,9 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global_if(condition, self.element(i), value) }
     }
 
-    /// [`load`](Global::load) of 4 bytes, if `condition`; else it is `otherwise`. As with [`store_if`](Self::store_if)
-    /// there is no branch, behind which a value would have to be there.
+    /// [`load`](Global::load) of 4 bytes if `condition` holds, else `otherwise`. The instruction is predicated, as in
+    /// [`store_if`](Self::store_if): behind a branch, the value would have to be there when the lanes reconverge, not
+    /// only when it is used.
     ///
     /// # Safety
     /// As for [`load`](Global::load), if `condition`.
@@ -245,8 +248,9 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global16(self.element(i), value) }
     }
 
-    /// [`store16`](Self::store16) of what is read soon, and overwritten not much later: it is the last to leave L2, so
-    /// that it need never go to memory (`st.global.L2::cache_hint.v4.b32`, with the policy `evict_last`).
+    /// [`store16`](Self::store16) for data that is read soon, and overwritten not much later. It is the last to be
+    /// evicted from L2, so it need never be written to memory (`st.global.L2::cache_hint.v4.b32`, with the policy
+    /// `evict_last`).
     ///
     /// # Safety
     /// As for [`store16`](Self::store16).
@@ -257,7 +261,7 @@ impl<T: Copy> GlobalMut<T> {
         unsafe { target::store_global16_kept(self.element(i), value) }
     }
 
-    /// [`store16`](Self::store16) of data that is not read again soon (`st.global.cs.v4.b32`).
+    /// [`store16`](Self::store16) for data that is not read again soon (`st.global.cs.v4.b32`).
     ///
     /// # Safety
     /// As for [`store16`](Self::store16).

@@ -1,12 +1,12 @@
-//! What a type looks like in memory, as a number, so that host and device can tell whether they mean the same.
+//! A hash of a type's layout in memory, so that host and device can tell whether they agree on it.
 //!
-//! Kernels are compiled apart from the host, and may come from a file. A launch hands over bytes: if the two sides have
-//! different fields in mind, the kernel reads nonsense and says nothing. Each kernel's PTX carries the
-//! [digest](Layout::DIGEST) of its parameter block, and whoever loads it compares that with the host's.
+//! Kernels are compiled apart from the host program, and may come from a file. A launch passes raw bytes: if the two
+//! sides disagree on the fields, the kernel reads nonsense without an error. So each kernel's PTX carries the
+//! [digest](Layout::DIGEST) of its parameter block, and whoever loads the PTX compares it with the host's.
 
 use crate::{Global, GlobalMut, bf16, f16};
 
-/// A type with a layout that both sides share: numbers, addresses, and what derives it.
+/// A type that host and device lay out alike: numbers, addresses, arrays of such types, and types that derive `Layout`.
 ///
 /// ```
 /// use cuda_std::{Global, Layout};
@@ -26,28 +26,29 @@ use crate::{Global, GlobalMut, bf16, f16};
     label = "add `#[derive(cuda_std::Layout)]` to `{Self}`"
 )]
 pub trait Layout {
-    /// A hash of size, alignment, and each field's name, offset and layout; through addresses, of what lies there.
+    /// A hash of size, alignment, and each field's name, offset and layout. For an address it includes the layout of
+    /// what is stored there.
     const DIGEST: u64;
 }
 
-/// A digest in the making (FNV-1a).
+/// A digest under construction (FNV-1a). `#[derive(Layout)]` builds one.
 #[derive(Clone, Copy, Debug)]
 pub struct Digest(u64);
 
 impl Digest {
-    /// Of a type of `T`'s size and alignment.
+    /// Starts a digest with `T`'s size and alignment.
     #[must_use]
     pub const fn of<T>() -> Self {
         Self(0xcbf2_9ce4_8422_2325).number(size_of::<T>() as u64).number(align_of::<T>() as u64)
     }
 
-    /// With a field.
+    /// Adds a field: its name, its offset in bytes, and the digest of its type.
     #[must_use]
     pub const fn field(self, name: &str, offset: usize, layout: u64) -> Self {
         self.text(name).number(offset as u64).number(layout)
     }
 
-    /// With a name.
+    /// Adds a text, its length first.
     #[must_use]
     pub const fn text(self, text: &str) -> Self {
         let (mut digest, mut i) = (self.number(text.len() as u64), 0);
@@ -58,7 +59,7 @@ impl Digest {
         digest
     }
 
-    /// With a number.
+    /// Adds a number.
     #[must_use]
     pub const fn number(self, number: u64) -> Self {
         let (bytes, mut digest, mut i) = (number.to_le_bytes(), self, 0);
@@ -69,7 +70,7 @@ impl Digest {
         digest
     }
 
-    /// Done.
+    /// The finished digest.
     #[must_use]
     pub const fn finish(self) -> u64 {
         self.0

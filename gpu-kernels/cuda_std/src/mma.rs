@@ -1,7 +1,8 @@
-//! Matrix products by the tensor cores, one warp together. Every function is collective.
+//! Matrix products on the tensor cores, by one warp. Every function is collective: all lanes of the warp must call it
+//! together.
 //!
-//! Fragments are PTX's. With `group = lane / 4` and `pair = lane % 4`, and two bf16 to a word, the lower column (of A)
-//! or row (of B) in the low half:
+//! Fragments are laid out as PTX defines them. A word of A or B holds two bf16, the one of the lower column (of A) or
+//! row (of B) in the low half. With `group = lane / 4` and `pair = lane % 4`:
 //!
 //! | word | holds |
 //! |---|---|
@@ -20,11 +21,12 @@ use crate::target;
 /// `C + A * B` for A of 16 x 16 and B of 16 x 8 bf16, C of 16 x 8 f32
 /// (`mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32`).
 ///
-/// The products are exact; in what order and precision they are summed is up to the hardware, but the same each time.
+/// The products are exact. The order and the precision in which they are summed are up to the hardware, but the same
+/// each time.
 ///
-/// A warp does this together. LLVM does not know that: a product whose result only some lanes use it may move into
-/// their branch, where the card waits for ever. The emulator does not see it. Pass such a result through
-/// [`thread::opaque`](crate::thread::opaque) first.
+/// All lanes of the warp must execute this together, which LLVM does not know. If only some lanes use the result, LLVM
+/// may move the instruction into their branch, where the card hangs. The emulator does not notice that. Pass such a
+/// result through [`thread::opaque`](crate::thread::opaque) first.
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -34,8 +36,8 @@ pub fn m16n8k16_bf16(c: [f32; 4], a: [u32; 4], b: [u32; 2]) -> [f32; 4] {
 
 /// Loads four 8 x 8 matrices of 16-bit elements (`ldmatrix.sync.aligned.m8n8.x4.shared.b16`).
 ///
-/// `row` of lane `l` is the address of row `l % 8` of matrix `l / 8`, 16 bytes. Word `m` of the result is the pair of
-/// elements of matrix `m` in row `lane / 4`, columns `2 (lane % 4)` and the next.
+/// In lane `l`, `row` is the address of row `l % 8` of matrix `l / 8`; a row has 16 bytes. Word `m` of the result holds
+/// two elements of matrix `m`: row `lane / 4`, columns `2 (lane % 4)` and the next.
 ///
 /// # Safety
 /// As for [`Shared::load16`], for every lane.
@@ -59,8 +61,8 @@ pub unsafe fn ldmatrix_x4_trans<T>(row: Shared<T>) -> [u32; 4] {
     unsafe { target::ldmatrix_x4_trans(row.addr()) }
 }
 
-/// An 8 x 8 matrix of 16-bit elements, transposed (`movmatrix.sync.aligned.m8n8.trans.b16`): a lane's word is the pair
-/// of elements in row `lane / 4`, columns `2 (lane % 4)` and the next, of what it gives and of what it gets.
+/// Transposes an 8 x 8 matrix of 16-bit elements (`movmatrix.sync.aligned.m8n8.trans.b16`). In the argument and in the
+/// result alike, a lane's word holds the elements in row `lane / 4`, columns `2 (lane % 4)` and the next.
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -68,8 +70,8 @@ pub fn transpose(word: u32) -> u32 {
     target::movmatrix(word)
 }
 
-/// Stores four 8 x 8 matrices of 16-bit elements: [`ldmatrix_x4`] the other way, with the same meaning of `row` and of
-/// the words (`stmatrix.sync.aligned.m8n8.x4.shared::cta.b16`, sm_90 on).
+/// Stores four 8 x 8 matrices of 16-bit elements (`stmatrix.sync.aligned.m8n8.x4.shared::cta.b16`, sm_90 on). It is the
+/// inverse of [`ldmatrix_x4`]: `row` and the words have the same meaning.
 ///
 /// # Safety
 /// As for [`Shared::store16`], for every lane.

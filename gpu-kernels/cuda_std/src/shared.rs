@@ -5,7 +5,7 @@ use core::marker::PhantomData;
 
 use crate::target;
 
-/// A 32-bit address of the block's shared memory.
+/// A 32-bit address in the block's shared memory, of elements of type `T`.
 #[repr(transparent)]
 pub struct Shared<T> {
     address: u32,
@@ -36,14 +36,14 @@ pub unsafe fn dynamic<T>(byte_offset: u32) -> Shared<T> {
 }
 
 impl<T> Shared<T> {
-    /// From an address in shared memory.
+    /// Makes an address of elements from a raw shared-memory address.
     #[inline(always)]
     #[must_use]
     pub const fn from_raw(address: u32) -> Self {
         Self { address, element: PhantomData }
     }
 
-    /// The address.
+    /// The raw address.
     #[inline(always)]
     #[must_use]
     pub const fn addr(self) -> u32 {
@@ -65,7 +65,7 @@ impl<T> Shared<T> {
     /// The address of element `i`.
     ///
     /// # Safety
-    /// The element, or the end, is within the block's shared memory.
+    /// The element is within the block's shared memory, or the address is the end of that memory.
     #[inline(always)]
     #[must_use]
     pub const unsafe fn at(self, i: usize) -> Self {
@@ -74,7 +74,7 @@ impl<T> Shared<T> {
 }
 
 impl<T: Copy> Shared<T> {
-    /// Element `i`, of 1, 2, 4 or 8 bytes (`ld.shared`).
+    /// Reads element `i`. `T` has 1, 2, 4 or 8 bytes; other sizes do not compile (`ld.shared`).
     ///
     /// # Safety
     /// The element is within the block's shared memory, aligned to its size, initialised, and nobody writes it
@@ -87,7 +87,7 @@ impl<T: Copy> Shared<T> {
         unsafe { target::load_shared(self.element(i)) }
     }
 
-    /// Writes element `i`, of 1, 2, 4 or 8 bytes (`st.shared`).
+    /// Writes element `i`. `T` has 1, 2, 4 or 8 bytes; other sizes do not compile (`st.shared`).
     ///
     /// # Safety
     /// The element is within the block's shared memory, aligned to its size, and nobody else uses it meanwhile.
@@ -98,7 +98,7 @@ impl<T: Copy> Shared<T> {
         unsafe { target::store_shared(self.element(i), value) }
     }
 
-    /// The 16 bytes from element `i` on (`ld.shared.v4.b32`).
+    /// Reads the 16 bytes from element `i` on, as four words (`ld.shared.v4.b32`).
     ///
     /// # Safety
     /// As for [`load`](Self::load), for 16 bytes at an address that is a multiple of 16.

@@ -1,12 +1,12 @@
-//! Copies of tiles of a matrix between global and shared memory, by TMA (sm_90a).
+//! Copies of tiles of a matrix between global and shared memory, by TMA (sm_90 on).
 //!
-//! A [`TensorMap`] says where a matrix of bf16 lies and what a tile of it is. A tile is rows of 64 elements, 128 bytes
-//! each, and lands in shared memory row after row; mostly in the 128-byte swizzle that `wgmma` reads without bank
-//! conflicts: the 16-byte chunk `c` of row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). What lies beyond
-//! the matrix's edge is read as zeros, and not written: memory is not asked for it.
+//! A [`TensorMap`] describes a matrix of bf16 and the shape of its tiles. A tile's rows have 64 elements, 128 bytes,
+//! and lie in shared memory one after another. Most maps use the 128-byte swizzle, which `wgmma` reads without bank
+//! conflicts: the 16-byte chunk `c` of row `r` lies at chunk `c ^ (r % 8)` of that row ([`swizzled`]). Elements beyond
+//! the matrix's edge are read as zeros and not written; memory is not accessed for them. For [`load_box`] a map
+//! describes an array of 8-byte words in four dimensions instead.
 //!
-//! Under the emulator a map holds a plain description in place of the driver's encoding, and the copies are done from
-//! that.
+//! Under the emulator a map holds a plain description in place of the driver's encoding, and copies go by that.
 
 use crate::Global;
 use crate::bulk::Barrier;
@@ -16,8 +16,8 @@ use crate::target;
 /// Elements in a row of a tile.
 pub const ROW: u32 = 64;
 
-/// A tensor map as TMA reads it; made by the driver (or [`TensorMap::emulated`]), opaque here. Kernels take its
-/// address.
+/// A tensor map as TMA reads it. The driver makes it (`cuTensorMapEncodeTiled`), or [`TensorMap::emulated`] for the
+/// emulator; it is opaque here. Kernels take its address.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TensorMap(pub [u64; 16]);
@@ -28,11 +28,11 @@ pub struct TensorMap(pub [u64; 16]);
 pub struct Matrix {
     /// Address of the first element, a multiple of 16.
     pub address: u64,
-    /// Rows, one after another in memory.
+    /// Number of rows, which lie one after another in memory.
     pub rows: u64,
-    /// Elements of a row, a multiple of 8.
+    /// Elements in a row, a multiple of 8.
     pub columns: u64,
-    /// Rows of a tile, at most 256; it has [`ROW`] columns.
+    /// Rows in a tile, at most 256. A tile has [`ROW`] columns.
     pub tile_rows: u32,
     /// Whether tiles are swizzled.
     pub swizzled: bool,
@@ -40,23 +40,25 @@ pub struct Matrix {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Matrix {
-    /// `rows` of `columns` elements at `address`, one row right after another, in swizzled tiles of `tile_rows` rows.
+    /// A matrix at `address` with `rows` rows of `columns` elements, one right after another. Its tiles have
+    /// `tile_rows` rows and are swizzled.
     #[must_use]
     pub const fn dense(address: u64, rows: u64, columns: u64, tile_rows: u32) -> Self {
         Self { address, rows, columns, tile_rows, swizzled: true }
     }
 
-    /// Whether TMA can address it: the conditions of the driver's `cuTensorMapEncodeTiled`.
+    /// Checks that TMA can address the matrix: the conditions of the driver's `cuTensorMapEncodeTiled`.
     ///
     /// # Errors
-    /// What must be so and is not, in words.
+    /// The first condition that does not hold, in words.
     pub fn check(&self) -> Result<(), &'static str> {
         let Self { address, rows, columns, tile_rows, .. } = *self;
         check_tensor(address, &[columns, rows], &[columns.saturating_mul(2)], &[ROW, tile_rows])
     }
 }
 
-/// What [`Matrix::check`] and [`Array::check`] ask, of sizes, strides and boxes from the innermost dimension on.
+/// Checks the conditions of [`Matrix::check`] and [`Array::check`]. Sizes, strides and extents of boxes are listed from
+/// the innermost dimension on.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check_tensor(address: u64, sizes: &[u64], strides: &[u64], extent: &[u32]) -> Result<(), &'static str> {
     let conditions = [
@@ -69,27 +71,27 @@ fn check_tensor(address: u64, sizes: &[u64], strides: &[u64], extent: &[u32]) ->
     conditions.into_iter().find(|(holds, _)| !holds).map_or(Ok(()), |(_, condition)| Err(condition))
 }
 
-/// An array of 8-byte words in four dimensions, and the boxes that are copied of it: what a [`TensorMap`] for
-/// [`load_box`] is made from. Of all four, the first dimension is the innermost.
+/// An array of 8-byte words in four dimensions, and the shape of the boxes that are copied from it: what a
+/// [`TensorMap`] for [`load_box`] is made from. The first dimension is the innermost.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Array {
     /// Address of the first word, a multiple of 16.
     pub address: u64,
-    /// Words in each dimension.
+    /// Number of words in each dimension.
     pub sizes: [u64; 4],
-    /// Bytes from one to the next in each dimension but the first, multiples of 16.
+    /// Bytes from one index to the next, in each dimension but the first; multiples of 16.
     pub strides: [u64; 3],
-    /// Words of a box in each dimension, at most 256; of the first an even number.
+    /// Words of a box in each dimension, at most 256; in the first dimension an even number.
     pub extent: [u32; 4],
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Array {
-    /// Whether TMA can address it: see [`Matrix::check`].
+    /// Checks that TMA can address the array, as [`Matrix::check`] does for a matrix.
     ///
     /// # Errors
-    /// What must be so and is not, in words.
+    /// The first condition that does not hold, in words.
     pub fn check(&self) -> Result<(), &'static str> {
         check_tensor(self.address, &self.sizes, &self.strides, &self.extent)?;
         if self.extent[0].is_multiple_of(2) { Ok(()) } else { Err("a row of a box is a multiple of 16 bytes") }
@@ -98,12 +100,12 @@ impl Array {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
-    /// Marks a map as one of the emulator's.
+    /// The first word of an emulated map of a [`Matrix`].
     const EMULATED: u64 = 0x656d_756c_6174_6564;
-    /// Marks it as that of an [`Array`].
+    /// The first word of an emulated map of an [`Array`].
     const EMULATED_ARRAY: u64 = Self::EMULATED + 1;
 
-    /// The map of an array that the emulator reads.
+    /// Makes a map of an array for the emulator.
     ///
     /// # Panics
     /// If TMA could not address the array ([`Array::check`]).
@@ -121,7 +123,7 @@ impl TensorMap {
         Self(words)
     }
 
-    /// The array of an emulator's map.
+    /// The array that an emulated map describes; `None` if it is no such map.
     #[must_use]
     pub fn array(&self) -> Option<Array> {
         let [mark, address, a, b, c, d, e, f, g, h, i, j, k, ..] = self.0;
@@ -130,7 +132,7 @@ impl TensorMap {
         (mark == Self::EMULATED_ARRAY).then_some(array)
     }
 
-    /// The map that the emulator reads.
+    /// Makes a map of a matrix for the emulator.
     ///
     /// # Panics
     /// If TMA could not address the matrix ([`Matrix::check`]).
@@ -147,7 +149,7 @@ impl TensorMap {
         Self(words)
     }
 
-    /// The matrix of an emulator's map.
+    /// The matrix that an emulated map describes; `None` if it is no such map.
     #[must_use]
     pub fn matrix(&self) -> Option<Matrix> {
         let [mark, address, rows, columns, tile_rows, swizzled, ..] = self.0;
@@ -156,7 +158,8 @@ impl TensorMap {
     }
 }
 
-/// Where byte `offset` of a tile lies, from its start: the 16-byte chunks of a row are permuted by the row's number.
+/// Where byte `offset` of a swizzled tile lies, in bytes from the tile's start: the 16-byte chunks of a row are
+/// permuted by the row's number.
 #[inline(always)]
 #[must_use]
 pub const fn swizzled(offset: u32) -> u32 {
@@ -175,8 +178,8 @@ pub unsafe fn acquire(map: Global<TensorMap>) {
     unsafe { target::tensor_acquire(map.addr()) }
 }
 
-/// Starts a copy of the tile at column `x`, row `y`, whose bytes count towards `barrier`
-/// (`cp.async.bulk.tensor.2d`). One lane issues it. All bytes of a tile count, beyond the edge or not.
+/// Starts a copy of the tile at column `x`, row `y` into shared memory (`cp.async.bulk.tensor.2d`). One lane issues it.
+/// The bytes count towards `barrier`: always those of a whole tile, even if it reaches beyond the edge.
 ///
 /// # Safety
 /// `map` was [`acquire`]d; `destination` is a multiple of 1,024, or of 128 if tiles are not swizzled, with room for the
@@ -188,8 +191,9 @@ pub unsafe fn load<T>(destination: Shared<T>, map: Global<TensorMap>, [x, y]: [u
     unsafe { target::tensor_load(destination.addr(), map.addr(), x, y, barrier.place().addr()) }
 }
 
-/// Starts a copy of the box of an array that begins at word `at`, one row after another and so on, whose bytes count
-/// towards `barrier` (`cp.async.bulk.tensor.4d`). One lane issues it.
+/// Starts a copy of the box of an array that begins at word `at`, into shared memory (`cp.async.bulk.tensor.4d`). One
+/// lane issues it. The box's words lie there without gaps, the first dimension innermost. Its bytes count towards
+/// `barrier`.
 ///
 /// # Safety
 /// As [`load`], of tiles that are not swizzled.
@@ -200,7 +204,7 @@ pub unsafe fn load_box<T>(destination: Shared<T>, map: Global<TensorMap>, at: [u
     unsafe { target::tensor_load_box(destination.addr(), map.addr(), at, barrier.place().addr()) }
 }
 
-/// As [`load_box`]. Nobody reads the box again soon: it is the first to leave L2.
+/// As [`load_box`], for data that nobody reads again soon: it is the first to be evicted from L2.
 ///
 /// # Safety
 /// As [`load_box`].
@@ -211,8 +215,8 @@ pub unsafe fn load_box_once<T>(destination: Shared<T>, map: Global<TensorMap>, a
     unsafe { target::tensor_load_box_once(destination.addr(), map.addr(), at, barrier.place().addr()) }
 }
 
-/// As [`load`] into every block of the cluster whose bit is set in `blocks`, at the same place and towards the same
-/// barrier in each (`.multicast::cluster`).
+/// As [`load`], but into every block of the cluster whose bit is set in `blocks` (`.multicast::cluster`). In each block
+/// the tile lands at the same address, and counts towards the barrier at the same address.
 ///
 /// # Safety
 /// As [`load`], for each of the blocks.
@@ -229,12 +233,12 @@ pub unsafe fn load_multicast<T>(
     unsafe { target::tensor_load_multicast(destination.addr(), map.addr(), x, y, barrier.place().addr(), blocks) }
 }
 
-/// Starts the copy of a tile to column `x`, row `y`, as part of the lane's open group
-/// ([`bulk::commit`](crate::bulk::commit), [`bulk::wait_read`](crate::bulk::wait_read)). What was written to the tile
-/// by ordinary stores was fenced by its writers ([`bulk::fence_proxy_async`](crate::bulk::fence_proxy_async)).
+/// Starts a copy of a tile from shared memory to column `x`, row `y` of the matrix. It belongs to the lane's open group
+/// ([`bulk::commit`](crate::bulk::commit), [`bulk::wait_read`](crate::bulk::wait_read)). If ordinary stores wrote the
+/// tile, the lanes that wrote it must have called [`bulk::fence_proxy_async`](crate::bulk::fence_proxy_async).
 ///
 /// # Safety
-/// As [`load`], the other way; the source is not written before its group was waited for.
+/// As [`load`], in the other direction; the source is not written before its group was waited for.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn store<T>(map: Global<TensorMap>, [x, y]: [u32; 2], source: Shared<T>) {
@@ -242,10 +246,10 @@ pub unsafe fn store<T>(map: Global<TensorMap>, [x, y]: [u32; 2], source: Shared<
     unsafe { store_if(true, map, [x, y], source) }
 }
 
-/// As [`store`], where `condition` holds. No branch comes of it.
+/// As [`store`], if `condition` holds. The instruction is predicated: there is no branch.
 ///
 /// # Safety
-/// As [`store`], where `condition` holds.
+/// As [`store`], if `condition` holds.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn store_if<T>(condition: bool, map: Global<TensorMap>, [x, y]: [u32; 2], source: Shared<T>) {

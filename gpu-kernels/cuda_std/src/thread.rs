@@ -1,4 +1,4 @@
-//! Where a lane is in its grid, barriers and fences.
+//! Indices of lanes and blocks, barriers and fences, and hints to the compiler.
 
 use crate::atomic::Scope;
 use crate::target;
@@ -17,26 +17,26 @@ macro_rules! index {
 }
 
 index! {
-    /// The lane's index in its block (`%tid.x`). Blocks have one dimension.
+    /// The lane's index in its block (`%tid.x`). Blocks are one-dimensional.
     thread_idx_x;
-    /// The block's index in the grid (`%ctaid.x`).
+    /// The block's index in the grid, along x (`%ctaid.x`).
     block_idx_x;
-    /// The block's index in the grid (`%ctaid.y`).
+    /// The block's index in the grid, along y (`%ctaid.y`).
     block_idx_y;
-    /// The block's index in the grid (`%ctaid.z`).
+    /// The block's index in the grid, along z (`%ctaid.z`).
     block_idx_z;
     /// Lanes in a block (`%ntid.x`).
     block_dim_x;
-    /// Blocks in the grid (`%nctaid.x`).
+    /// Blocks in the grid, along x (`%nctaid.x`).
     grid_dim_x;
-    /// Blocks in the grid (`%nctaid.y`).
+    /// Blocks in the grid, along y (`%nctaid.y`).
     grid_dim_y;
-    /// Blocks in the grid (`%nctaid.z`).
+    /// Blocks in the grid, along z (`%nctaid.z`).
     grid_dim_z;
 }
 
-/// Zero, as long as a grid has less than 2^24 blocks along x, which the assembler cannot know. A constant that is
-/// combined with it stays in a register.
+/// Zero, in a form that the assembler cannot fold: a constant that is combined with it stays in a register. It is zero
+/// as long as the grid has fewer than 2^24 blocks along x, which the assembler does not know.
 #[inline(always)]
 #[must_use]
 pub fn unknown_zero() -> u32 {
@@ -57,35 +57,40 @@ pub fn warp_id() -> u32 {
     thread_idx_x() / 32
 }
 
-/// Waits until every lane of the block is here, and orders their memory accesses (`bar.sync 0`).
+/// Waits until every lane of the block has arrived, and orders their memory accesses (`bar.sync 0`).
 #[inline(always)]
 #[track_caller]
 pub fn sync_threads() {
     target::sync_threads();
 }
 
-/// Waits until `count` lanes of the block are at barrier `id`, and orders their memory accesses (`bar.sync id, count`).
+/// Waits until `count` lanes of the block have arrived at barrier `id`, and orders their memory accesses
+/// (`bar.sync id, count`).
 ///
-/// `id` is 1 to 15 (0 is the barrier of [`sync_threads`]); `count` is a multiple of 32, the same for all that meet.
+/// `id` is 1 to 15; 0 is the barrier of [`sync_threads`]. `count` is a multiple of 32, the same for all lanes that
+/// meet.
 #[inline(always)]
 #[track_caller]
 pub fn sync_named(id: u32, count: u32) {
     target::sync_named(id, count);
 }
 
-/// Orders this lane's accesses before the fence with those after it, as the block sees them (`fence.acq_rel.cta`).
+/// Orders this lane's earlier memory accesses before its later ones, as the block's lanes observe them
+/// (`fence.acq_rel.cta`).
 #[inline(always)]
 pub fn fence_block() {
     target::fence(Scope::Block);
 }
 
-/// Orders this lane's accesses before the fence with those after it, as the device sees them (`fence.acq_rel.gpu`).
+/// Orders this lane's earlier memory accesses before its later ones, as all lanes of the device observe them
+/// (`fence.acq_rel.gpu`).
 #[inline(always)]
 pub fn fence_device() {
     target::fence(Scope::Device);
 }
 
-/// Orders this lane's accesses before the fence with those after it, as the host sees them too (`fence.acq_rel.sys`).
+/// Orders this lane's earlier memory accesses before its later ones, as the device and the host observe them
+/// (`fence.acq_rel.sys`).
 #[inline(always)]
 pub fn fence_system() {
     target::fence(Scope::System);
@@ -98,21 +103,22 @@ pub fn nanosleep(ns: u32) {
     target::nanosleep(ns);
 }
 
-/// The same value, but new to the compiler (`mov.b32`): what is computed from it inside a loop is computed there, and
-/// not before the loop to be kept in a register throughout.
+/// Returns `value`, but hides from the compiler that it is the same (`mov.b32`). What a loop computes from the result
+/// is computed inside the loop, instead of before it and then kept in a register throughout.
 #[inline(always)]
 #[must_use]
 pub fn opaque(value: u32) -> u32 {
     target::opaque(value)
 }
 
-/// At the head of a loop: the assembler writes its body out once (`.pragma "nounroll"`).
+/// Placed at the head of a loop, tells the assembler not to unroll it (`.pragma "nounroll"`).
 #[inline(always)]
 pub fn keep_rolled() {
     target::keep_rolled();
 }
 
-/// Nanoseconds on a clock that all SMs share (`%globaltimer`). The emulator counts its scheduling steps.
+/// Nanoseconds on a clock that all SMs share (`%globaltimer`). Under the emulator, the number of scheduling steps so
+/// far.
 #[inline(always)]
 #[must_use]
 pub fn global_timer() -> u64 {

@@ -1,18 +1,18 @@
 //! Exchange between the 32 lanes of a warp. Every function is collective: all lanes of the warp must call it together.
 //!
-//! Only [`sync_warp`] orders memory accesses; shuffles and votes carry their values and nothing else.
+//! Only [`sync_warp`] orders memory accesses. Shuffles and votes exchange their values and order nothing.
 
 use crate::target;
 
 /// A value that a shuffle can carry: one or two 32-bit words.
 pub trait Word: Copy + sealed::Sealed {
-    /// Whether it takes both words.
+    /// Whether the value takes both words.
     #[doc(hidden)]
     const WIDE: bool;
-    /// The low and the high word.
+    /// Splits the value into its low and its high word; the high word is 0 if one word is enough.
     #[doc(hidden)]
     fn split(self) -> (u32, u32);
-    /// The value of these words.
+    /// The value that these words make up.
     #[doc(hidden)]
     fn join(low: u32, high: u32) -> Self;
 }
@@ -66,17 +66,17 @@ macro_rules! shuffles {
 }
 
 shuffles! {
-    /// The value of the lane whose index differs in the bits of `lane_mask` (`shfl.sync.bfly.b32`).
+    /// The `value` of the lane whose index is this lane's XOR `lane_mask` (`shfl.sync.bfly.b32`).
     shuffle_xor(lane_mask);
-    /// The value of lane `lane` modulo 32 (`shfl.sync.idx.b32`).
+    /// The `value` of lane `lane` modulo 32 (`shfl.sync.idx.b32`).
     shuffle_idx(lane);
-    /// The value of the lane `delta` below, or the lane's own where there is none (`shfl.sync.up.b32`).
+    /// The `value` of the lane `delta` below, or this lane's own if there is none (`shfl.sync.up.b32`).
     shuffle_up(delta);
-    /// The value of the lane `delta` above, or the lane's own where there is none (`shfl.sync.down.b32`).
+    /// The `value` of the lane `delta` above, or this lane's own if there is none (`shfl.sync.down.b32`).
     shuffle_down(delta);
 }
 
-/// One bit for each lane: whether its `predicate` holds (`vote.sync.ballot.b32`).
+/// One bit for each lane, bit 0 for lane 0: whether the lane's `predicate` holds (`vote.sync.ballot.b32`).
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -84,7 +84,7 @@ pub fn ballot(predicate: bool) -> u32 {
     target::ballot(predicate)
 }
 
-/// Whether the `predicate` of some lane holds (`vote.sync.any.pred`).
+/// Whether `predicate` holds for some lane (`vote.sync.any.pred`).
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -92,7 +92,7 @@ pub fn any(predicate: bool) -> bool {
     target::any(predicate)
 }
 
-/// Whether the `predicate` of every lane holds (`vote.sync.all.pred`).
+/// Whether `predicate` holds for every lane (`vote.sync.all.pred`).
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -100,7 +100,7 @@ pub fn all(predicate: bool) -> bool {
     target::all(predicate)
 }
 
-/// The largest of all lanes' values (`redux.sync.max.u32`).
+/// The largest `value` of all lanes (`redux.sync.max.u32`).
 #[inline(always)]
 #[must_use]
 #[track_caller]
@@ -115,7 +115,8 @@ pub fn sync_warp() {
     target::sync_warp();
 }
 
-/// True for exactly one lane, in a form that tells the assembler so (`elect.sync` from sm_90 on, a comparison before).
+/// True for exactly one lane of the warp. From sm_90 on this is `elect.sync`, which tells the assembler that only one
+/// lane goes on; before sm_90 it is a comparison of the lane's index with 0.
 #[inline(always)]
 #[must_use]
 #[track_caller]

@@ -1,4 +1,4 @@
-//! Clusters: blocks that share what they copy pass under every seed, and what they may not forget is found.
+//! Clusters: kernels whose blocks share what they copy pass under every seed, and their mistakes are found.
 
 mod common;
 
@@ -12,10 +12,12 @@ use cuda_std::{kernel, shared, thread, warp};
 const SLOT: u32 = 256;
 const SLOTS: u32 = 3;
 
-/// A pair of blocks reads the same chunks of 64 words: a lane of each block copies its half of every chunk into the
-/// rings of both, and the second warp of each adds up what comes. `$fence` and `$meet`: how barriers become known;
-/// `$free`: whom a warp tells that a slot is free, `(rank, lane)` to the rank that the first two lanes tell; `$end`:
-/// what comes before the end.
+/// Both blocks of a pair read the same chunks of 64 words. One lane of each block copies half of every chunk into the
+/// rings of both blocks, and the second warp of each block adds up what comes.
+///
+/// - `$fence` and `$meet` make the barriers known.
+/// - `$free` says which block a warp tells that a slot is free: from `(rank, lane)`, for its first two lanes.
+/// - `$end` comes before the kernel's end.
 macro_rules! shared_ring {
     ($(#[$doc:meta])* $name:ident, $fence:expr, $meet:expr, $free:expr, $end:expr) => {
         $(#[$doc])*
@@ -70,7 +72,7 @@ shared_ring!(
     pairs_in_order, bulk::fence_init(), cluster::sync_made(), |_, lane| lane, cluster::sync()
 );
 shared_ring!(
-    /// A barrier that orders all needs no fence.
+    /// A cluster barrier that orders everything needs no fence.
     pairs_that_meet, {}, cluster::sync(), |_, lane| lane, cluster::sync()
 );
 shared_ring!(
@@ -78,11 +80,11 @@ shared_ring!(
     pairs_without_fence, {}, cluster::sync_made(), |_, lane| lane, cluster::sync()
 );
 shared_ring!(
-    /// Only the block itself knows of its barriers.
+    /// The blocks do not meet, so only the block itself knows of its barriers.
     pairs_that_begin_early, bulk::fence_init(), thread::sync_threads(), |_, lane| lane, cluster::sync()
 );
 shared_ring!(
-    /// A slot counts as free when the block itself is done with it.
+    /// A slot counts as free when the block itself is done with it, whether or not the other is.
     pairs_that_write_early, bulk::fence_init(), cluster::sync_made(), |rank, _| rank, cluster::sync()
 );
 shared_ring!(
@@ -114,7 +116,7 @@ fn what_pairs_forget_is_found() {
     fails::<pairs_of_three>(PAIRS(), 256, &["block 2 of a cluster of 2"]);
 }
 
-/// Of two blocks one ends, the other meets who is left.
+/// One warp of a pair of blocks ends; the barrier of the cluster waits for those that are left.
 #[kernel(threads = 64, cluster = 2)]
 pub unsafe fn one_that_stays(p: Io) {
     if cluster::rank() == 0 && thread::warp_id() == 0 {
@@ -140,8 +142,9 @@ fn a_grid_is_whole_clusters() {
     assert!(error.contains("a grid of 3 blocks in x: a multiple of 2"), "{error}");
 }
 
-/// Lanes of a pair swap their words: each sends its own to the lane of its number in the other block. `$barrier`: where
-/// that lane's warp is told, from the sender's rank; `$wait`: whether it waits.
+/// The lanes of a pair of blocks swap words: each sends its own to the lane of the same number in the other block.
+/// `$barrier` says in which block the words complete on a barrier, from the sender's rank. `$wait` says whether lanes
+/// wait for what comes.
 macro_rules! swap {
     ($(#[$doc:meta])* $name:ident, $barrier:expr, $wait:expr) => {
         $(#[$doc])*
@@ -181,7 +184,7 @@ swap!(
     lanes_that_read_early, |rank| rank ^ 1, false
 );
 swap!(
-    /// The sender's own barrier is told.
+    /// The words complete on the sender's own barrier.
     lanes_that_tell_themselves, |rank| rank, true
 );
 

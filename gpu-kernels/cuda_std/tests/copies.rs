@@ -1,4 +1,4 @@
-//! Asynchronous copies and mbarriers: what waits passes, what does not is a race.
+//! Asynchronous copies and mbarriers: kernels that wait for them pass, kernels that do not are races.
 
 mod common;
 
@@ -32,7 +32,7 @@ macro_rules! copy16 {
 }
 
 copy16!(
-    /// Waits for the first group, then for the others.
+    /// Waits for the first group, then for the other lanes.
     copies_waited_for, async_copy::wait::<1>(), thread::sync_threads()
 );
 copy16!(
@@ -40,7 +40,7 @@ copy16!(
     copies_not_waited_for, async_copy::wait::<2>(), thread::sync_threads()
 );
 copy16!(
-    /// Does not wait for the others.
+    /// Waits for the first group, but not for the other lanes.
     copies_without_barrier, async_copy::wait::<1>(), {}
 );
 
@@ -56,8 +56,8 @@ fn asynchronous_copies_arrive_once_waited_for() {
 const SLOT: u32 = 256;
 const SLOTS: u32 = 3;
 
-/// A producer warp fills a ring with bulk copies; two consumer warps add up what comes. `$full` and `$empty`: whether
-/// its consumers wait for it, and it for them.
+/// A producer warp fills a ring with bulk copies; two consumer warps add up what comes. `$full` says whether the
+/// consumers wait for the producer, `$empty` whether it waits for them.
 macro_rules! ring {
     ($(#[$doc:meta])* $name:ident, $full:literal, $empty:literal) => {
         $(#[$doc])*
@@ -133,7 +133,7 @@ fn a_ring_of_bulk_copies_runs() {
 
 #[test]
 fn a_ring_without_its_waits_races() {
-    // Who comes two phases late waits for one that nobody ends.
+    // A consumer that comes two phases late waits for a phase that nobody ends.
     let text = fails::<ring_reads_early>(Launch::new(1, 96), 640, &["race on shared offset", "deadlock"]);
     assert!(text.contains("copies.rs"), "{text}");
     fails::<ring_writes_early>(Launch::new(1, 96), 640, &["race on shared offset", "expects"]);
@@ -189,7 +189,7 @@ store!(
 );
 
 store!(
-    /// TMA may not see what was written.
+    /// A fence of the block is no proxy fence: TMA may not see what was written.
     store_without_proxy_fence, thread::fence_block(), bulk::wait_read::<0>(), bulk::wait::<0>()
 );
 

@@ -1,8 +1,9 @@
-//! What goes wrong in GEMMs for Hopper: each mistake is planted in a small kernel that is right without it, and found.
+//! What goes wrong in GEMMs for Hopper: each mistake is planted in a small kernel that is right without it, and must be
+//! found.
 //!
-//! The kernel is warp-specialised: a producer warp fills a ring of stages by TMA, a warpgroup multiplies from it with
-//! `wgmma`, one product behind. Waits that are missing, too late, or for too little are what such kernels hide best: on
-//! a card they mostly give the right result.
+//! The kernel is warp-specialised. A producer warp fills a ring of stages by TMA; a warpgroup multiplies from the ring
+//! with `wgmma`, and releases each stage one product later. What such kernels hide best is a wait that is missing, too
+//! late, or for too little: on a card they mostly give the right result nevertheless.
 
 mod common;
 
@@ -12,7 +13,7 @@ use cuda_std::tensor::{self, Matrix, TensorMap};
 use cuda_std::wgmma::{self, Operand};
 use cuda_std::{Global, GlobalMut, Kernel, Layout, bf16, kernel, shared, thread};
 
-/// Rows of A, rows of B, and elements along the sum of a stage.
+/// The shape of a stage: rows of A, rows of B, and elements along K.
 const M: u32 = 64;
 const N: u32 = 128;
 const K: u32 = 64;
@@ -21,7 +22,7 @@ const A_BYTES: u32 = M * K * 2;
 const STAGE: u32 = A_BYTES + N * K * 2;
 const STAGES: u32 = 2;
 const SHARED: u32 = STAGES * STAGE + 2 * STAGES * 8;
-/// Stages' worth of K: the ring is filled several times.
+/// The length of K in stages: the ring is filled several times.
 const TILES: u32 = 5;
 /// The warpgroup that multiplies, and the producer warp.
 const THREADS: u32 = 128 + 32;
@@ -36,7 +37,7 @@ pub struct Gemm {
     tiles: u32,
 }
 
-/// A mistake.
+/// A mistake to plant.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Plant {
     Nothing,
@@ -73,12 +74,13 @@ enum Plant {
     ProductWaitForTooFew,
 }
 
-/// Stores accumulators by number, a word after another.
+/// Stores accumulators by number, one word after another.
 macro_rules! store_accumulators {
     ($to:expr, $($i:literal)*) => { $( $to.store($i, wgmma::get::<$i>()); )* };
 }
 
-/// Elements of `a` rewritten by their lanes: what a kernel does that unpacks weights on their way to `wgmma`.
+/// All lanes rewrite the elements of `a`, each lane its own words, as a kernel does that unpacks weights on their way
+/// to `wgmma`.
 unsafe fn rewrite(a: shared::Shared<u8>, thread: u32) {
     for i in 0..A_BYTES / 4 / 128 {
         // SAFETY: words of the stage, each one lane's.
@@ -89,7 +91,7 @@ unsafe fn rewrite(a: shared::Shared<u8>, thread: u32) {
     }
 }
 
-/// C, unless something is planted. `tiles` tiles are in both matrices; C has 64 words for each of 128 lanes.
+/// Computes C, unless a mistake is planted. Both matrices have `tiles` tiles; C has 64 words for each of 128 lanes.
 unsafe fn gemm(p: Gemm, plant: Plant) {
     let has = |other: Plant| plant == other;
     // SAFETY: the caller's, and what is planted is what the tests are about.
@@ -188,7 +190,7 @@ unsafe fn gemm(p: Gemm, plant: Plant) {
     }
 }
 
-/// The producer's lane.
+/// The loop of the producer's lane.
 unsafe fn produce(
     p: Gemm,
     plant: Plant,

@@ -156,7 +156,7 @@ fn packed_arithmetic_rounds_once() {
     };
     let bits = |x: f32| bf16::from_f32(x).to_bits();
     assert_eq!(one(bits(3.0), bits(5.0), bits(-1.0)), bits(14.0));
-    // 1 + 2^-8 is a tie, and 2^-40 more or less decides it; so it does at an odd number.
+    // 1 + 2^-8 is a tie, which goes to the even neighbour below. At an odd number a tie goes up.
     assert_eq!(one(bits(2f32.powi(-4)), bits(2f32.powi(-4)), bits(1.0)), bits(1.0));
     assert_eq!(one(0x3f81, 0x3f80, 0x3b80), 0x3f82);
     assert_eq!(one(0x3f81, 0x3f81, 0x3b00), 0x3f82, "1.015686035 + 2^-9");
@@ -165,7 +165,7 @@ fn packed_arithmetic_rounds_once() {
     assert_eq!(one(bits(least), bits(least), tie), tie);
     assert_eq!(one(bits(1.0), bits(-0.0), bits(-0.0)), 0x8000);
     assert_eq!(one(bits(1.0), bits(-0.0), bits(0.0)), 0);
-    // What has no leading one is no less exact: a code of FP8 times 2^120.
+    // Subnormal operands are exact, too: here a code of FP8 times 2^120.
     assert_eq!(one(0x0010, bits(2f32.powi(120)), 0x8000), bits(2f32.powi(-9)));
     assert_eq!(one(0x7f80, bits(1.0), bits(1.0)), 0x7f80);
     assert_eq!(one(0x7f80, bits(0.0), bits(1.0)) & 0x7fff, 0x7fff);

@@ -1,4 +1,4 @@
-//! What a GPU would hang on, or not notice, is reported with the names of those concerned.
+//! Mistakes on which a GPU would hang, or which it would not notice, are reported with the lanes and places concerned.
 
 mod common;
 
@@ -31,7 +31,7 @@ broken!(
     }
 );
 broken!(
-    /// A lane leaves its warp to wait.
+    /// One lane ends while its warp waits for it.
     early_exit, 64, |_p| {
         if thread::thread_idx_x() != 37 {
             warp::sync_warp();
@@ -39,7 +39,7 @@ broken!(
     }
 );
 broken!(
-    /// A warp leaves its block to wait.
+    /// One warp ends while its block waits for it.
     missed_barrier, 96, |_p| {
         if thread::warp_id() != 1 {
             thread::sync_threads();
@@ -55,7 +55,7 @@ broken!(
     }
 );
 broken!(
-    /// Two warpgroups share out more registers than there are: 168 a lane.
+    /// The block's warps share out more registers than the block has: 168 a lane.
     too_many_registers, 384, |_p| {
         if thread::warp_id() < 8 {
             wgmma::take_registers::<232>();
@@ -65,7 +65,7 @@ broken!(
     }
 );
 broken!(
-    /// As many as there are.
+    /// The block's warps share out exactly the registers that it has.
     all_registers, 384, |_p| {
         if thread::warp_id() < 8 {
             wgmma::take_registers::<232>();
@@ -81,13 +81,13 @@ broken!(
     }
 );
 broken!(
-    /// Waits for what nobody does.
+    /// Polls for a value that nobody writes.
     livelock, 32, |p| {
         while atomic::load(p.zeros, 5, Ordering::Acquire, Scope::Device) == 0 {}
     }
 );
 broken!(
-    /// Never ends, though it gets somewhere each time.
+    /// Never ends, though it makes progress each time.
     endless, 32, |p| {
         loop {
             atomic::fetch_add(p.zeros, 5, 1, Ordering::Relaxed, Scope::Device);
@@ -95,31 +95,31 @@ broken!(
     }
 );
 broken!(
-    /// A word too far.
+    /// Writes beyond the end of a buffer.
     beyond, 32, |p| p.output.store(thread::lane_id() as usize + p.n as usize - 30, 1)
 );
 broken!(
-    /// Before the start.
+    /// Reads before the start of a buffer.
     before, 32, |p| p.output.store(Global::<u32>::from_raw(p.output.addr() - 4).load(0) as usize, 1)
 );
 broken!(
-    /// From nowhere.
+    /// Reads from the null address.
     null, 32, |p| p.output.store(0, Global::<u32>::default().load(0))
 );
 broken!(
-    /// Sixteen bytes from a multiple of four.
+    /// Reads sixteen bytes from an address that is only a multiple of four.
     misaligned, 32, |p| p.output.store(0, p.input.load16(1)[0])
 );
 broken!(
-    /// More shared memory than there is.
+    /// Writes beyond the launch's shared memory.
     beyond_shared, 32, |_p| shared::dynamic::<u32>(4096).store(0, 1)
 );
 broken!(
-    /// What nobody wrote.
+    /// Reads a word that nobody wrote.
     uninitialised, 32, |p| p.zeros.store(thread::lane_id() as usize, p.output.load(9))
 );
 broken!(
-    /// What nobody wrote, of which a part was written.
+    /// Reads a word of which only a part was written.
     partly_initialised, 32, |p| {
         if thread::lane_id() == 0 {
             p.output.cast::<u8>().store(2, 1);
@@ -128,7 +128,7 @@ broken!(
     }
 );
 broken!(
-    /// What nobody wrote, in shared memory.
+    /// Reads a word of shared memory that nobody wrote.
     uninitialised_shared, 32, |p| p.output.store(0, shared::dynamic::<u32>(64).load(0))
 );
 broken!(
@@ -139,14 +139,14 @@ broken!(
     }
 );
 broken!(
-    /// Tells the compiler what is not so.
+    /// Tells the compiler something that does not hold.
     assumes, 32, |p| {
         cuda_std::assume(p.n > 64);
         p.output.store(0, 1000 / (p.n - 64));
     }
 );
 broken!(
-    /// Gives up.
+    /// One lane traps.
     traps, 32, |_p| {
         if thread::lane_id() == 5 {
             thread::trap();
@@ -207,7 +207,7 @@ fn panics_and_traps_are_errors() {
     let text = fails::<assumes>(ONE(32), 64, &["panicked: a kernel assumes what does not hold"]);
     assert!(text.contains("of block (0, 0, 0)"), "{text}");
     fails::<traps>(ONE(32), 64, &["lane 5 of block (0, 0, 0)"]);
-    // The thread is as good as new.
+    // After these errors the thread can still launch kernels.
     assert!(run::<common_sum>(ONE(32), 64).result.is_ok());
 }
 
@@ -246,7 +246,7 @@ broken!(
     }
 );
 broken!(
-    /// Writes a word that the host asks for.
+    /// Writes a word that the host then reads from another thread.
     written_and_copied, 32, |p| {
         if thread::lane_id() == 0 {
             p.output.store(0, 1);
@@ -270,7 +270,7 @@ broken!(
     }
 );
 
-/// Does something on another thread, meanwhile.
+/// Runs `does` on another thread, and waits for it.
 fn beside(does: impl FnOnce() + Send) {
     if let Err(payload) = std::thread::scope(|scope| scope.spawn(does).join()) {
         std::panic::resume_unwind(payload);

@@ -1,6 +1,6 @@
-//! The device's bodies become the PTX that they are meant to be, at both levels.
+//! The device's bodies of the intrinsics become the PTX that they are meant to be, for sm_80 and for sm_90a.
 //!
-//! Needs what the device build needs: a compiler with the sources of `core`. With `ptxas` in the path, the PTX is
+//! Needs what the device build needs: a compiler with the sources of `core`. If `ptxas` is in the path, the PTX is
 //! assembled as well.
 
 use std::path::Path;
@@ -8,14 +8,14 @@ use std::process::Command;
 
 use cuda_builder::CudaBuilder;
 
-/// The build of the test kernels for a level.
+/// The build of the test kernels for an architecture.
 fn builder(arch: &str) -> CudaBuilder {
-    // Where build scripts have theirs: `core` is compiled once.
+    // The folder that build scripts use, too, so that `core` is compiled once.
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("ptx").join(arch);
     CudaBuilder::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/device")).arch(arch).target_dir(folder)
 }
 
-/// Its PTX, without comments.
+/// The PTX of the test kernels for an architecture, without comments.
 fn build(arch: &str) -> String {
     let modules = builder(arch).build().unwrap_or_else(|error| panic!("{error}"));
     let [module] = &modules[..] else { panic!("one module, not {modules:?}") };
@@ -35,7 +35,7 @@ fn kernel<'a>(ptx: &'a str, name: &str) -> &'a str {
     &rest[..rest.find("\n}").expect("a kernel ends")]
 }
 
-/// Checks that a kernel has each instruction as often as is said.
+/// Checks that a kernel has each instruction as many times as listed, and no local memory.
 fn has(ptx: &str, name: &str, instructions: &[(&str, usize)]) {
     let body = kernel(ptx, name);
     for (instruction, times) in instructions {
@@ -44,12 +44,13 @@ fn has(ptx: &str, name: &str, instructions: &[(&str, usize)]) {
     assert!(!body.contains(".local"), "local memory in {body}");
 }
 
-/// Checks that a kernel has an instruction, which LLVM may copy as it turns a loop around.
+/// Checks that a kernel has an instruction at least once: LLVM may copy it when it rotates a loop.
 fn mentions(ptx: &str, name: &str, instruction: &str) {
     let body = kernel(ptx, name);
     assert!(body.contains(instruction), "`{instruction}` in {body}");
 }
 
+/// Checks the kernels that both architectures have.
 fn both(ptx: &str) {
     has(ptx, "xor", &[("shfl.sync.bfly.b32", 1)]);
     has(ptx, "idx", &[("shfl.sync.idx.b32", 1)]);
@@ -143,7 +144,7 @@ fn both(ptx: &str) {
     assert_eq!(ptx.matches(".extern .shared .align 1024").count(), 1, "dynamic shared memory is declared once");
 }
 
-/// Before those of all kernels, so that these are what is left.
+/// Builds some of the kernels alone. It runs before all kernels are built, so that all of them are left in the folder.
 fn some_kernels_are_built_alone() {
     let modules = builder("sm_80").kernels(["xor", "idx"]).build().unwrap_or_else(|error| panic!("{error}"));
     let names: Vec<_> = modules.iter().flat_map(|module| module.layouts.keys()).collect();

@@ -34,7 +34,7 @@ macro_rules! exchange {
 }
 
 exchange!(
-    /// All barriers there.
+    /// With all barriers.
     with_barriers, 64, thread::sync_threads(), thread::sync_threads()
 );
 exchange!(
@@ -46,11 +46,11 @@ exchange!(
     with_sync_warp, 1, warp::sync_warp(), warp::sync_warp()
 );
 exchange!(
-    /// Within a warp, where a shuffle stands for the barrier.
+    /// Within a warp, with a shuffle in place of the barrier.
     without_sync_warp, 1, warp::sync_warp(), warp::shuffle_xor(0u32, 1)
 );
 exchange!(
-    /// Across warps, with the barrier of the warp only.
+    /// Across warps, with only the barrier of the warp.
     with_too_little, 64, thread::sync_threads(), warp::sync_warp()
 );
 exchange!(
@@ -119,7 +119,7 @@ fn neighbouring_bytes_do_not_race() {
     });
 }
 
-/// Blocks write what the next block reads, without a word between them.
+/// Each block writes a word that its neighbour reads, and nothing orders the two.
 #[kernel(threads = 32)]
 pub unsafe fn across_blocks(p: Io) {
     // SAFETY: a word for each block.
@@ -204,7 +204,7 @@ last_block!(
     last_block_relaxed, {}, Ordering::Relaxed, Scope::Device, {}
 );
 last_block!(
-    /// With one fence of two.
+    /// With the first of the two fences.
     last_block_half, thread::fence_device(), Ordering::Relaxed, Scope::Device, {}
 );
 last_block!(

@@ -7,7 +7,7 @@ use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::emulator::{Buffer, EmulatorError, Launch, launch, replay, shrink, shrink_if};
 use cuda_std::{Kernel, kernel, thread};
 
-/// Buffers of `n` words: 0, 1, 2 and so on; poisoned; and 64 zeros.
+/// Three buffers: `n` words that are 0, 1, 2 and so on, `n` poisoned words, and 64 zeros.
 type Buffers = [Buffer<u32>; 3];
 
 fn memory(n: u32) -> (Buffers, Io) {
@@ -18,7 +18,7 @@ fn memory(n: u32) -> (Buffers, Io) {
     ([input, output, zeros], params)
 }
 
-/// A seed under which a kernel goes wrong, of many under most of which it must not.
+/// A seed under which a kernel goes wrong. Checks that it does so under some seeds of 400, but under fewer than 300.
 fn rare<K: Kernel<Params = Io>>(how: Launch, wrong: impl Fn(&Result<(), EmulatorError>, &Buffers) -> bool) -> u64 {
     let fails = |seed: &u64| {
         let (buffers, params) = memory(64);
@@ -30,8 +30,8 @@ fn rare<K: Kernel<Params = Io>>(how: Launch, wrong: impl Fn(&Result<(), Emulator
     found[0]
 }
 
-/// Two warps count in one word each; the second trusts that the first is never just between its two stores. All others
-/// are noise.
+/// Lane 40 stores to two words. Lane 7, in another warp, trusts that it sees both stores or neither. Each warp also
+/// counts in a word of its own, which is only noise.
 #[kernel(threads = 256)]
 pub unsafe fn between_stores(p: Io) {
     // SAFETY: 64 words of zeros.
@@ -59,7 +59,7 @@ fn a_rare_failure_is_made_short() {
     let how = Launch { seed, ..how };
     let failure = shrink::<between_stores, _>(&how, || memory(64)).expect("the seed fails");
     println!("{failure}");
-    // Of thousands of choices one: the second warp runs between the first one's loads.
+    // Of thousands of choices one is left: lane 40's warp runs between the loads of lane 7's warp.
     assert!(failure.before.choices > 1000, "{failure}");
     assert_eq!(failure.schedule.len(), 1, "{failure}");
     assert!(failure.after.switches <= 12 && failure.after.switches < failure.before.switches / 4, "{failure}");
@@ -78,7 +78,7 @@ fn a_rare_failure_is_made_short() {
     }
 }
 
-/// Adds up by loads and stores, each of them atomic.
+/// Adds up by a load and a store. Each is atomic, but not both together.
 #[kernel(threads = 64)]
 pub unsafe fn lost_update(p: Io) {
     // SAFETY: 64 words of zeros.
@@ -111,7 +111,7 @@ fn what_does_not_fail_is_not_made_short() {
     assert!(shrink::<kernels::xor, _>(&Launch::new(1, 32), || memory(64)).is_none());
 }
 
-/// Reads what its neighbour writes: whatever the order.
+/// Reads what its neighbour writes, and nothing orders the two: a race in any order of lanes.
 #[kernel(threads = 64)]
 pub unsafe fn always(p: Io) {
     // SAFETY: 64 words.

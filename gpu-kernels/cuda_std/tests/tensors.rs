@@ -1,4 +1,4 @@
-//! A warpgroup's product of tiles that tensor maps describe, emulated: the right numbers, and what it must find.
+//! A warpgroup's products of tiles that tensor maps describe, emulated: the right numbers, and mistakes that are found.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn map(buffer: &Buffer<bf16>, rows: u64, tile_rows: u32) -> TensorMap {
 #[test]
 fn a_product_of_tiles() {
     let value = |i: usize| bf16::from_f32((i * 7919 % 257) as f32 / 64.0 - 2.0);
-    // Rows beyond the 50th of A are beyond its edge: zeros.
+    // A has 50 rows. The other rows of its tile are beyond the edge: zeros.
     let a = Buffer::from_slice(&(0..50 * 64).map(value).collect::<Vec<_>>());
     let b = Buffer::from_slice(&(0..128 * 64).map(|i| value(i + 5)).collect::<Vec<_>>());
     let (of_a, of_b) = (a.to_vec(), b.to_vec());
@@ -44,7 +44,7 @@ fn a_product_of_core_matrices() {
     let value = |i: usize| bf16::from_f32((i * 7919 % 257) as f32 / 64.0 - 2.0);
     let a = |row: usize, k: usize| value(row * 64 + k).to_f32();
     let b = |row: usize, k: usize| value(row * 64 + k + 5).to_f32();
-    // Groups of eight rows, eighths of the sum, rows.
+    // The order of core matrices: groups of eight rows, eighths of K, rows.
     let places = (0..64 * 64).map(|i| (i / 512 * 8 + i % 64 / 8, i / 64 % 8 * 8 + i % 8));
     let first = Buffer::from_slice(&places.map(|(row, k)| bf16::from_f32(a(row, k))).collect::<Vec<_>>());
     let second = Buffer::from_slice(&(0..128 * 64).map(|i| value(i + 5)).collect::<Vec<_>>());
@@ -55,7 +55,8 @@ fn a_product_of_core_matrices() {
         launch::<cores>(&Launch { shared_bytes: CORES_SHARED, seed, ..Launch::new(1, 128) }, params).unwrap();
         for (lane, words) in out.to_vec().chunks(164).enumerate() {
             let (warp, group, pair) = (lane / 32, lane % 32 / 4, lane % 4 * 2);
-            // What B has in column `column` of the sum's element `k`.
+            // Checks sums against the definition. `b(column, k)` is the element of B that is multiplied by column `k`
+            // of A.
             let check = |words: &[u32], b: &dyn Fn(usize, usize) -> f32| {
                 for (i, &word) in words.iter().enumerate() {
                     let (row, column) = (warp * 16 + group + i / 2 % 2 * 8, i / 4 * 8 + pair + i % 2);

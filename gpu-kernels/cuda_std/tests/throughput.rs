@@ -14,7 +14,7 @@ pub struct Work {
     rounds: u32,
 }
 
-/// Products of tiles, with operands from global memory as a matrix product has them.
+/// Products of tiles, with operands from global memory as in a GEMM.
 #[kernel(threads = 256)]
 pub unsafe fn products(p: Work) {
     // SAFETY: every index is below 4,096 words.
@@ -33,7 +33,7 @@ pub unsafe fn products(p: Work) {
 /// Loads of global memory, a word at a time.
 #[kernel(threads = 256)]
 pub unsafe fn loads(p: Work) {
-    // SAFETY: as above.
+    // SAFETY: every index is below 4,096 words.
     unsafe {
         let thread = thread::thread_idx_x() as usize;
         let mut sum = 0u32;

@@ -1,4 +1,4 @@
-//! Activations in e4m3, for GEMMs of many rows.
+//! Quantises activations to e4m3, for GEMMs of many rows.
 
 use cuda_std::{Global, bf16, dependent_launch, kernel, math, thread, warp};
 
@@ -10,23 +10,23 @@ const OF_LANE: u32 = 16;
 const LANES: u32 = GROUP / OF_LANE;
 const THREADS: u32 = 256;
 
-/// Parameters of [`quantize_rows`]. Grid: (groups, rounded up as [`groups`](super::groups) does; [`Self::ROWS`] in the
-/// rows from the first on, rounded up).
+/// Parameters of [`quantize_rows`]. Grid: (the number of groups, rounded up as [`groups`](super::groups) does; the
+/// number of rows from the first on, divided by [`Self::ROWS`] and rounded up).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct QuantizeRows {
     /// `[rows, k]`, 16-byte aligned, each row in the order of [`slot`](crate::linear::slot) unless
     /// [`in_order`](Self::in_order).
     pub x: Global<bf16>,
-    /// Where they go.
+    /// Where the codes and scales go.
     pub to: CodedRows,
-    /// Rows from here on are quantised.
+    /// The first row to quantise.
     pub first_row: u32,
-    /// Up to here.
+    /// One beyond the last row to quantise.
     pub m: u32,
     /// Elements of a row, a multiple of [`GROUP`].
     pub k: u32,
-    /// Whether elements lie as they come: 1 or 0.
+    /// 1 if the elements of `x` lie in natural order, else 0.
     pub in_order: u32,
 }
 
@@ -35,14 +35,14 @@ impl QuantizeRows {
     pub const ROWS: u32 = THREADS / LANES;
 }
 
-/// Codes of rows of activations, with a scale for each group of a row. It may be launched early
+/// Quantises rows of activations, with a scale for each group of a row. It may be launched early
 /// ([`dependent_launch`]).
 #[kernel(threads = THREADS)]
 pub unsafe fn quantize_rows(p: QuantizeRows) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         dependent_launch::allow_next();
-        // A block has one group of its rows: neighbouring lanes then write neighbouring scales.
+        // A block takes the same group of all of its rows: then neighbouring lanes write neighbouring scales.
         let (group, lane) = (thread::block_idx_x(), thread::thread_idx_x() % LANES);
         let row = p.first_row + thread::block_idx_y() * QuantizeRows::ROWS + thread::thread_idx_x() / LANES;
         let is_there = row < p.m && group * GROUP < p.k;
@@ -58,7 +58,8 @@ pub unsafe fn quantize_rows(p: QuantizeRows) {
                     pairs[I + 4] = high[I];
                 });
             } else {
-                // The slots of an instruction: four elements of every eight, of which two go to either half.
+                // An MMA's slots have four elements of every eight: two of these go to the lower slots, two to the
+                // upper ones.
                 let x = p.x.at(first - (lane % 2 * (OF_LANE - 4)) as usize).cast::<[u32; 2]>();
                 unroll!(I < 4; {
                     [pairs[I], pairs[I + 4]] = x.load(2 * I);

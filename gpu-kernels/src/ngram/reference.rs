@@ -65,7 +65,7 @@ fn find<'a, T: Token>(batch: &Batch<'a, T>, b: usize, longest: u32, shortest: u3
     &[]
 }
 
-/// Fills the budget: writes as many of `found` as `want` and the row allow, from row `base`, and returns how many.
+/// Writes as many of `found` as `want` and the space of the row allow, from place `base` on, and returns how many.
 fn write<T: Token>(out: &mut Drafts<'_, T>, b: usize, base: i32, want: i64, found: &[T]) -> i32 {
     let row = &mut out.draft_tokens[b * out.draft_tokens_stride..][..out.draft_tokens_stride];
     let Ok(base) = usize::try_from(base) else { return 0 };
@@ -81,7 +81,8 @@ fn sum(rows: &[i32]) -> i64 {
     rows.iter().map(|&rows| rows as i64).sum()
 }
 
-/// What is left of `want` under the budget, or `None` to go on to the next sequence: a room of one row is not used.
+/// What is left of `want` under the budget; `None` to go on to the next sequence without drafts, since a room of one
+/// row is not used.
 fn within_budget(want: i64, used: i64, active: i64, threshold: i32) -> Option<i64> {
     let threshold = threshold as i64;
     if used + active >= threshold - 1 {

@@ -12,7 +12,7 @@ use gpu_kernels::sample::{self, Split};
 use gpu_kernels::step::Rows;
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, StreamMatrix, Walk, lay_out};
 
-/// What a code of e4m3 means.
+/// The value of a code of e4m3.
 pub fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let value =
@@ -20,7 +20,7 @@ pub fn e4m3(code: u8) -> f32 {
     if code & 0x80 == 0 { value } else { -value }
 }
 
-/// A small deterministic generator, so that a failure names all it needs: its seed.
+/// A small deterministic generator: its seed is all that is needed to repeat a failure.
 pub struct Random(u64);
 
 impl Random {
@@ -51,7 +51,7 @@ impl Random {
     }
 }
 
-/// Device memory behind a [`CodedRows`]; its codes are poison until they are written.
+/// Device memory behind a [`CodedRows`]. Its codes are poison until they are written.
 pub struct CodeBuffers {
     pub codes: Buffer<u8>,
     pub scales: Buffer<f32>,
@@ -60,7 +60,7 @@ pub struct CodeBuffers {
 }
 
 impl CodeBuffers {
-    /// For so many rows of `k` elements; scales that nobody writes are `unwritten`.
+    /// Memory for `rows` rows of `k` elements. Scales are `unwritten` until they are written.
     pub fn new(rows: usize, k: usize, unwritten: f32) -> Self {
         let scales = vec![unwritten; rows * e4m3::groups(k as u32) as usize];
         let codes = vec![0xff; rows * k];
@@ -71,7 +71,7 @@ impl CodeBuffers {
         CodedRows { codes: self.codes.ptr_mut(), scales: self.scales.ptr_mut(), x_rows: self.rows as u32 }
     }
 
-    /// Has [`quantize_rows`] make these rows of `x` codes.
+    /// Quantises these rows of `x` with [`quantize_rows`].
     pub fn quantize(&self, x: Global<bf16>, rows: Range<usize>, in_order: bool) {
         let (first_row, m, k) = (rows.start as u32, rows.end as u32, self.k as u32);
         let params = QuantizeRows { x, to: self.rows(), first_row, m, k, in_order: in_order.into() };
@@ -88,7 +88,7 @@ pub struct RowBuffers {
 }
 
 impl RowBuffers {
-    /// One row a (token, position, sequence).
+    /// Rows from their (token, position, sequence).
     pub fn new(rows: &[(u32, u32, u32)]) -> Self {
         let column = |f: fn(&(u32, u32, u32)) -> u32| {
             Buffer::from_slice(&rows.iter().map(f).chain(std::iter::once(0)).collect::<Vec<u32>>())
@@ -126,7 +126,7 @@ pub struct Teams {
 
 impl Teams {
     pub fn new(teams: u32, splits: u32) -> Self {
-        // What lies behind the words that must be zero is nobody's to know.
+        // Only the first words must be zero; a kernel must not count on the others.
         let mut words = vec![0xDEAD_BEEF_DEAD_BEEF; teams as usize * sample::SCRATCH_WORDS];
         words.chunks_mut(sample::SCRATCH_WORDS).for_each(|team| team[..sample::ZEROED_WORDS].fill(0));
         Self { scratch: Buffer::from_slice(&words), teams, splits }
@@ -146,13 +146,13 @@ pub fn run<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::P
     run_launch::<K>(&Launch { grid, threads: K::THREADS, shared_bytes, seed, ..Launch::default() }, params);
 }
 
-/// The same with all blocks at once, for kernels whose blocks wait for each other.
+/// As [`run`], with all blocks resident at once, for kernels whose blocks wait for each other.
 pub fn run_resident<K: Kernel>(grid: [u32; 3], shared_bytes: u32, seed: u64, params: K::Params) {
     let launch = Launch { grid, threads: K::THREADS, shared_bytes, seed, cooperative: true, ..Launch::default() };
     run_launch::<K>(&launch, params);
 }
 
-/// A batched step with tiles of so many rows.
+/// Runs a batched step with tiles of `tile_rows` rows.
 pub fn run_batched(tile_rows: u32, grid: u32, seed: u64, params: BatchedStep) {
     let (grid, shared) = ([grid, 1, 1], BatchedStep::shared_bytes(tile_rows));
     match tile_rows {
@@ -196,8 +196,8 @@ pub fn reordered(rows: &[bf16], width: usize, back: bool) -> Vec<bf16> {
     out
 }
 
-/// A stream with one matrix `[n, k]`, from where `walk` stands, and the matrix; with an up projection beside the
-/// gate's, or without.
+/// Lays out one matrix `[n, k]` in a stream, from where `walk` stands. With `up` the matrix is a gate projection, and
+/// the up projection lies beside it. Returns the stream, and where the matrix is in it.
 pub fn laid_out(weight: &[bf16], up: Option<&[bf16]>, k: u32, mut walk: Walk) -> (Buffer<bf16>, StreamMatrix) {
     let n = weight.len() as u32 / k;
     let n_tiles = (if up.is_some() { 2 * n } else { n }).div_ceil(N_TILE);

@@ -1,9 +1,9 @@
-//! Builds some kernels of a crate alone, in a part of the time that all take, and says what each has of registers:
-//! `some_kernels CRATE LEVEL OUT [KERNEL …]`, such as
+//! Builds only some kernels of a crate, which takes a fraction of the time that all kernels take, and prints the
+//! registers, stack and spills of each: `some_kernels CRATE LEVEL OUT [KERNEL …]`, such as
 //! `some_kernels gpu-kernels sm_90a target/trial decode_16 decode_tree`.
 //!
-//! What is built lies at `OUT.ptx` and, where `ptxas` is found (`PTXAS`, `.venv/ptxas`, the search path), `OUT.cubin`.
-//! Programs of this repository take either by `--kernels`.
+//! Writes `OUT.ptx` and, if `ptxas` is found (`PTXAS`, `.venv/ptxas`, the search path), `OUT.cubin`. The programs of
+//! this repository take either file with `--kernels`.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

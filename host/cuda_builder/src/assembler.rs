@@ -1,4 +1,4 @@
-//! Machine code, made of PTX by NVIDIA's assembler.
+//! Makes machine code from PTX with NVIDIA's assembler, `ptxas`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ use crate::{Error, io, tell_cargo};
 /// Names the environment variable that overrides the search of [`Assembler::find`]: the path of `ptxas`.
 pub const ASSEMBLER_VARIABLE: &str = "PTXAS";
 
-/// `ptxas`.
+/// The `ptxas` program.
 #[derive(Debug, Clone)]
 pub struct Assembler {
     path: PathBuf,
@@ -16,7 +16,7 @@ pub struct Assembler {
 
 impl Assembler {
     /// Looks for `ptxas`, in this order: the path in [`ASSEMBLER_VARIABLE`]; in `folder`; on the search path. None if
-    /// it is nowhere.
+    /// it is in none of these places.
     pub fn find(folder: &Path) -> Option<Self> {
         tell_cargo(format_args!("rerun-if-env-changed={ASSEMBLER_VARIABLE}"));
         let named = std::env::var_os(ASSEMBLER_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -27,14 +27,15 @@ impl Assembler {
         Some(Self { path })
     }
 
-    /// Whether the file `machine_code` is newer than this program and the file `ptx`: assembling takes half a minute.
+    /// Whether the file `machine_code` is up to date: newer than the file `ptx` and than this assembler, and with a
+    /// report. Assembling is slow, so it is skipped then.
     pub fn has_made(&self, ptx: &Path, machine_code: &Path) -> bool {
         let time = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
         let made = time(machine_code);
         made.is_some() && made > time(ptx) && made > time(&self.path) && Self::report(machine_code).is_file()
     }
 
-    /// The file beside `machine_code` with what was said of each kernel as it was assembled, as
+    /// The path of the report beside `machine_code`: what the assembler said about each kernel.
     /// [`FunctionReport`](crate::FunctionReport) reads it.
     pub fn report(machine_code: &Path) -> PathBuf {
         machine_code.with_extension("ptxas.txt")
@@ -43,13 +44,14 @@ impl Assembler {
     /// Assembles the file `ptx` for `arch` into the file `machine_code`, with a [report](Self::report).
     ///
     /// # Errors
-    /// [`Error::Assemble`] with what it said, or a file that cannot be written.
+    /// [`Error::Assemble`] with the first line that the assembler said, or a file that cannot be run or written.
     pub fn assemble(&self, arch: &str, ptx: &Path, machine_code: &Path) -> Result<(), Error> {
-        // As the driver's own compiler does by default; it is the same program.
+        // The file gets its final name only when it is complete, so an interrupted run leaves nothing that looks made.
         let unfinished = machine_code.with_extension("unfinished");
         let output = Command::new(&self.path)
             .arg(format!("-arch={arch}"))
-            // Kernels by as many threads as there are; their code is the same.
+            // `-O3` is also the default of the driver's compiler. `--split-compile=0` compiles kernels on all cores and
+            // does not change their code.
             .args(["-O3", "-v", "--split-compile=0", "-o"])
             .args([unfinished.as_path(), ptx])
             .output()

@@ -1,8 +1,8 @@
 //! Writes `.maxntid`, `.minnctapersm` and `.reqnctapercluster` into kernel headers.
 //!
-//! rustc has no way to say a kernel's block size, and without it the assembler may hand a thread more registers
-//! than a block of that size can have. `#[kernel(threads = …)]` leaves a comment,
-//! `//@launch_bounds NAME THREADS [MIN_BLOCKS [CLUSTER]]` (0 says nothing), and this pass turns it into the directives.
+//! rustc has no way to state a kernel's block size. Without it, the assembler may give a thread more registers than a
+//! block of that size can have. `#[kernel(threads = …)]` leaves a comment, `//@launch_bounds NAME THREADS [MIN_BLOCKS
+//! [CLUSTER]]`, where 0 means unspecified. This pass turns the comment into directives.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -27,7 +27,7 @@ pub fn apply(ptx: &str) -> String {
         if line.starts_with('{')
             && let Some(words) = pending.take()
         {
-            // With the size of its cluster in the header, a kernel is launched as any other.
+            // With the cluster size in the header, the kernel needs no cluster attribute at launch.
             let directives = [".maxntid ", ".minnctapersm ", ".explicitcluster\n.reqnctapercluster "];
             for (directive, value) in directives.iter().zip(words).filter(|(_, value)| **value != "0") {
                 let _ = writeln!(out, "{directive}{value}");

@@ -11,8 +11,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! A crate becomes one PTX text for each module that its kernels name, `main` where they name none, and where there is
-//! an [`Assembler`], machine code beside each.
+//! The kernels of a crate are grouped into modules, by the module that each kernel's attribute names (`main` if it
+//! names none). The build writes one PTX text for each module and, if it has an [`Assembler`], machine code beside it.
 //!
 //! The device build needs a compiler and the matching sources of `core`: see [`Toolchain::find`].
 #![warn(missing_docs)]
@@ -69,7 +69,7 @@ pub enum Error {
         /// The first line of what it said.
         reason: String,
     },
-    /// A kernel that was asked for, and that the crate does not have.
+    /// A kernel was asked for that the crate does not have.
     #[error("{krate} has no kernel {kernel} for {arch}; a kernel is named as its function is")]
     NoKernel {
         /// The kernel.
@@ -105,7 +105,7 @@ pub(crate) fn io(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Error
 /// A module that was built.
 #[derive(Debug)]
 pub struct Module {
-    /// What the attribute of its kernels calls it; `main` where that says nothing.
+    /// The name in the attribute of its kernels; `main` if the attribute names none.
     pub name: String,
     /// The file of PTX.
     pub ptx: PathBuf,
@@ -115,9 +115,11 @@ pub struct Module {
     pub layouts: BTreeMap<String, u64>,
 }
 
-/// Builds a kernel crate for each of `levels` into the folder `out`, with machine code where a level has an assembler,
-/// and writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, report, layouts }` for
-/// each module of each level, for a crate to include where it has such a type.
+/// Builds a kernel crate for each of `levels` into the folder `out`. A level with an assembler gets machine code as
+/// well.
+///
+/// Also writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, report, layouts }` for
+/// each module of each level. The crate that includes this file must define such a type.
 ///
 /// # Errors
 /// As [`CudaBuilder::build`].
@@ -127,7 +129,7 @@ pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Pa
         let path = out.join(format!("{arch}.ptx"));
         CudaBuilder::new(krate).arch(*arch).copy_to(path).assembler(assembler.clone()).build()
     };
-    // Each compiles one crate, with one thread; their target directories are their own.
+    // The levels are built in parallel: each build is one crate on one thread, with a target directory of its own.
     let built: Vec<Result<_, Error>> = std::thread::scope(|scope| {
         let threads: Vec<_> = levels.iter().map(|level| scope.spawn(move || build(level))).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -145,7 +147,7 @@ pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Pa
     std::fs::write(&path, images).map_err(io(&path))
 }
 
-/// Adds the module to the list, as Rust.
+/// Appends the module to `images`, as a Rust expression.
 fn add_image(images: &mut String, arch: &str, module: &Module) {
     let (machine_code, report) = match &module.machine_code {
         Some(path) => {
@@ -179,57 +181,57 @@ impl CudaBuilder {
         Self { krate, arch: "sm_80".into(), copy_to: None, target_dir: None, assembler: None, kernels: Vec::new() }
     }
 
-    /// The level to compile for, such as `sm_80`, `sm_90` or `sm_90a`. The crate sees it, and those before it, whose
-    /// instructions it has too, as `cfg(cuda_arch = "…")`.
+    /// The level to compile for, such as `sm_80`, `sm_90` or `sm_90a`. The crate sees it as `cfg(cuda_arch = "…")`, and
+    /// also each lower level whose instructions it includes.
     pub fn arch(mut self, arch: impl Into<String>) -> Self {
         self.arch = arch.into();
         self
     }
 
-    /// Where the PTX of module `main` goes. Other modules go beside it, with their name before the extension, and
-    /// machine code with the extension `cubin`.
+    /// Where the PTX of module `main` goes. The PTX of another module goes beside it, with the module's name before the
+    /// extension. Machine code goes beside its PTX, with the extension `cubin`.
     pub fn copy_to(mut self, path: impl Into<PathBuf>) -> Self {
         self.copy_to = Some(path.into());
         self
     }
 
-    /// Cargo's target directory for the device build. By default one in `ptx` in the outer build's own, so that
-    /// the two never wait for one lock and every profile of the host shares one device build.
+    /// Cargo's target directory for the device build. The default is a folder in `ptx` in the outer build's target
+    /// directory. There, the two builds never wait for each other's lock, and all host profiles share one device build.
     pub fn target_dir(mut self, path: impl Into<PathBuf>) -> Self {
         self.target_dir = Some(path.into());
         self
     }
 
-    /// What makes machine code of the PTX; by default nothing does.
+    /// The assembler that makes machine code from the PTX. By default there is none.
     pub fn assembler(mut self, assembler: Option<Assembler>) -> Self {
         self.assembler = assembler;
         self
     }
 
-    /// Builds these kernels alone, without warnings of what they leave unused: to try one in a part of the time that
-    /// all take. By default, or with none, all are built.
+    /// Builds only these kernels, which takes a fraction of the time that all kernels take. Lints are silenced, because
+    /// much code is unused then. By default, or with an empty list, all kernels are built.
     pub fn kernels<K: Into<String>>(mut self, kernels: impl IntoIterator<Item = K>) -> Self {
         self.kernels = kernels.into_iter().map(Into::into).collect();
         self
     }
 
-    /// Compiles, and returns the modules in the order of their names.
+    /// Compiles the crate and returns its modules, sorted by name.
     ///
     /// # Errors
     /// No usable toolchain, a compile error (its text goes to standard error), a [kernel](Self::kernels) that the crate
-    /// does not have at this level, or a file that cannot be written. An assembler that refuses a text is none: there
-    /// is no machine code then, and a warning.
+    /// does not have at this level, or a file that cannot be read or written. It is not an error if the assembler
+    /// refuses a text: the module then has no machine code, and a warning is printed.
     pub fn build(self) -> Result<Vec<Module>, Error> {
         let krate = self.krate.canonicalize().map_err(io(&self.krate))?;
         let manifest = krate.join("Cargo.toml");
-        // Its own, and the workspace's, whose profiles it has.
+        // The crate's manifest, and that of the workspace, which sets the profiles.
         for manifest in krate.ancestors().map(|folder| folder.join("Cargo.toml")).filter(|path| path.is_file()) {
             tell_cargo(format_args!("rerun-if-changed={}", manifest.display()));
         }
         let name = package_name(&std::fs::read_to_string(&manifest).map_err(io(&manifest))?);
         tell_cargo(format_args!("rerun-if-env-changed={TOOLCHAIN_VARIABLE}"));
         let toolchain = Toolchain::find()?;
-        // What all kernels were built to stays as it is.
+        // A build of some kernels has a folder of its own, so that it does not overwrite the build of all kernels.
         let folder = if self.kernels.is_empty() { self.arch.clone() } else { format!("{}.some", self.arch) };
         let target_dir = self.target_dir.unwrap_or_else(|| outer_target_dir().join("ptx").join(folder));
         // Cargo runs in the crate's folder.
@@ -244,9 +246,9 @@ impl CudaBuilder {
         command
             .current_dir(&krate)
             .env("RUSTC", toolchain.rustc())
-            // The pinned stable compiler takes `-Z` flags and device features with this, here alone.
+            // Lets the pinned stable compiler take `-Z` flags and unstable device features, in this command only.
             .env("RUSTC_BOOTSTRAP", "1")
-            // Fat LTO leaves one self-contained PTX text: nothing to link.
+            // With fat LTO the PTX is one self-contained text, so there is nothing to link.
             .env("CARGO_TARGET_NVPTX64_NVIDIA_CUDA_LINKER", "/bin/true")
             .env("RUSTFLAGS", flags(&self.arch))
             .env("CARGO_PROFILE_RELEASE_LTO", "fat")
@@ -257,9 +259,9 @@ impl CudaBuilder {
             .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core"])
             .arg("--target-dir")
             .arg(&target_dir)
-            // Of the kernels alone: the text of `core` is of no use to anyone.
+            // Only the kernel crate emits assembly: nothing reads the assembly of `core`.
             .args(["--", "--emit=asm"])
-            // Which kernels there are to be: see `#[kernel]`.
+            // Declares the `cfg` that selects kernels: see `#[kernel]`.
             .arg("--check-cfg=cfg(cuda_kernels, values(any()))");
         if !self.kernels.is_empty() {
             command.args(["--cap-lints=allow", "--cfg=cuda_kernels"]);
@@ -281,8 +283,8 @@ impl CudaBuilder {
         }
         let assembly = assembly_of(&name, &release.join("deps"))?;
         let text = std::fs::read_to_string(&assembly).map_err(io(&assembly))?;
-        // Lints and builds run a build script each, with folders of their own. What is made lies beside the assembly,
-        // which they share, so that it is made once.
+        // Lint runs and builds each run this build script, with an `OUT_DIR` of their own. The modules are made beside
+        // the assembly, which these runs share, and then copied. So they are made only once.
         let made = assembly.with_extension("ptx");
         let copy_to = self.copy_to.as_deref().unwrap_or(&made);
         let texts = modules::split(&launch_bounds::apply(&text))?;
@@ -295,7 +297,7 @@ impl CudaBuilder {
             });
         }
         let (arch, assembler) = (self.arch.as_str(), self.assembler.as_ref());
-        // The assembler works on one core.
+        // Modules are written and assembled in parallel.
         std::thread::scope(|scope| {
             let made = made.as_path();
             let write = |text| copy_module(write_module(text, made, arch, assembler)?, copy_to);
@@ -305,24 +307,24 @@ impl CudaBuilder {
     }
 }
 
-/// Whether Cargo runs this as a build script.
+/// Whether this program runs as a Cargo build script.
 fn is_build_script() -> bool {
     std::env::var_os("OUT_DIR").is_some()
 }
 
-/// Tells Cargo, if that listens.
+/// Prints an instruction for Cargo, if this runs as a build script.
 fn tell_cargo(what: std::fmt::Arguments<'_>) {
     if is_build_script() {
         println!("cargo::{what}");
     }
 }
 
-/// How the device's code is compiled for a level.
+/// The compiler flags for device code of a level.
 fn flags(arch: &str) -> String {
     let ptx_version = if arch.starts_with("sm_9") { "+ptx83" } else { "+ptx78" };
     let mut flags = format!("-C target-cpu={arch} -C target-feature={ptx_version}");
     let number = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic).parse().unwrap_or(0);
-    // What ends in a letter is a card's alone, and no other level has it.
+    // A level whose name ends in a letter (`sm_90a`) is for one architecture only, so no other level includes it.
     let before = [("sm_80", 80), ("sm_90", 90)].into_iter().filter(|(level, from)| *level != arch && *from <= number);
     for level in before.map(|(level, _)| level).chain([arch]) {
         let _ = write!(flags, " --cfg cuda_arch=\"{level}\"");
@@ -330,7 +332,7 @@ fn flags(arch: &str) -> String {
     flags
 }
 
-/// Writes a module's files; `main` is the path of the main one's PTX.
+/// Writes a module's files. `main` is the path for the PTX of module `main`.
 fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<&Assembler>) -> Result<Module, Error> {
     let modules::Text { name, ptx: content, layouts } = text;
     let ptx = place_of(&name, main);
@@ -358,12 +360,12 @@ fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<
     Ok(Module { name, ptx, machine_code, layouts })
 }
 
-/// Where the PTX of a module goes, if that of module `main` goes to `main`.
+/// The path for the PTX of `module`, if `main` is the path for the PTX of module `main`.
 fn place_of(module: &str, main: &Path) -> PathBuf {
     if module == "main" { main.to_owned() } else { main.with_extension(format!("{module}.ptx")) }
 }
 
-/// The module, copied to where that of module `main` is to be `main`.
+/// Copies the module's files to the place where they belong if `main` is the path for the PTX of module `main`.
 fn copy_module(module: Module, main: &Path) -> Result<Module, Error> {
     let ptx = place_of(&module.name, main);
     copy(&module.ptx, &ptx)?;
@@ -376,7 +378,8 @@ fn copy_module(module: Module, main: &Path) -> Result<Module, Error> {
     Ok(Module { ptx, machine_code: machine_code.transpose()?, ..module })
 }
 
-/// Copies a file, unless the same is there already: then nothing that was made of it is made again.
+/// Copies a file unless the target already has the same content. An untouched target does not make Cargo rebuild what
+/// depends on it.
 fn copy(from: &Path, to: &Path) -> Result<(), Error> {
     let content = std::fs::read(from).map_err(io(from))?;
     if std::fs::read(to).is_ok_and(|old| old == content) {
@@ -395,14 +398,14 @@ fn survives(name: &OsString) -> bool {
     !(about_outer_build || wrapper || clippy || name == "TARGET" || name == "HOST" || name == "OUT_DIR")
 }
 
-/// The folder that holds the profile folders of the build that runs this build script; of another program, `target`.
+/// The target directory of the build that runs this build script. In a program that is no build script, `target`.
 fn outer_target_dir() -> PathBuf {
     let out = std::env::var_os("OUT_DIR").map(PathBuf::from);
     // <target>/<profile>/build/<package>/out
     out.as_deref().and_then(|out| out.ancestors().nth(4)).unwrap_or(Path::new("target")).to_path_buf()
 }
 
-/// The name of a manifest's package, as its library has it.
+/// The name of a manifest's package, as its library spells it: with underscores.
 fn package_name(manifest: &str) -> String {
     let package = manifest.split("[package]").nth(1).unwrap_or_default();
     let package = package.split("\n[").next().unwrap_or_default();
@@ -410,7 +413,8 @@ fn package_name(manifest: &str) -> String {
     name.unwrap_or_default().trim().trim_matches('"').replace('-', "_")
 }
 
-/// The sources that Cargo's list of dependencies names: those of the crate, and of the crates that lie in folders.
+/// The source files in Cargo's dependency list (a `.d` file): those of the crate, and of the crates that it uses by
+/// path.
 fn sources(list: &Path) -> Result<Vec<String>, Error> {
     let text = std::fs::read_to_string(list).map_err(io(list))?;
     // A space in a path is escaped.
@@ -418,7 +422,7 @@ fn sources(list: &Path) -> Result<Vec<String>, Error> {
     Ok(names.split(' ').filter(|name| !name.is_empty()).map(|name| name.replace('\0', " ")).collect())
 }
 
-/// The one assembly file that the device build left for the crate `name` in `folder`.
+/// The newest assembly file that the device build left for the crate `name` in `folder`.
 fn assembly_of(name: &str, folder: &Path) -> Result<PathBuf, Error> {
     let newest = std::fs::read_dir(folder)
         .map_err(io(folder))?

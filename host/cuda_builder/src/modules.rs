@@ -1,7 +1,7 @@
-//! Cuts the text of one compilation into modules, and gives each a table of its kernels' layouts.
+//! Cuts the PTX of one compilation into modules, and gives each module a table of its kernels' layouts.
 //!
-//! `#[kernel]` leaves comments: `//@module NAME MODULE` says where a kernel goes, `//@layout NAME DIGEST` what its
-//! parameter block looks like. A module has its kernels, and what they name of the rest: variables and functions.
+//! `#[kernel]` leaves two comments: `//@module NAME MODULE` names the kernel's module, and `//@layout NAME DIGEST`
+//! gives a digest of its parameter block. A module holds its kernels and every variable and function that they need.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -14,15 +14,15 @@ pub const LAYOUTS: &str = "kernel_layouts";
 /// One module's text.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Text {
-    /// What the kernels' attribute calls it.
+    /// The module's name, from its kernels' attribute.
     pub name: String,
-    /// PTX.
+    /// Its PTX.
     pub ptx: String,
-    /// Its kernels and the digests of their parameter blocks, in the order of names.
+    /// Its kernels and the digests of their parameter blocks, sorted by name.
     pub layouts: BTreeMap<String, u64>,
 }
 
-/// A thing at the outermost level of a PTX text.
+/// A kernel, function or variable at the outermost level of a PTX text.
 #[derive(Clone, Copy)]
 struct Item<'t> {
     name: &'t str,
@@ -30,19 +30,19 @@ struct Item<'t> {
     text: &'t str,
 }
 
-/// What a text holds.
+/// The parts of a PTX text.
 struct Parsed<'t> {
-    /// Version, target, size of addresses.
+    /// The directives for version, target and address size.
     head: String,
     items: Vec<Item<'t>>,
-    /// The comments for this crate, by the kernel that they are about.
+    /// The `//@` comments, by the kernel that they are about.
     notes: BTreeMap<&'t str, Vec<&'t str>>,
 }
 
-/// The modules of `ptx`, in the order of their names.
+/// Cuts `ptx` into modules, sorted by name.
 ///
 /// # Errors
-/// [`Error::Note`]: a kernel without a module or a digest.
+/// [`Error::Note`]: a kernel without a module or without a digest.
 pub fn split(ptx: &str) -> Result<Vec<Text>, Error> {
     let parsed = parse(ptx);
     let mut kernels: BTreeMap<&str, Vec<Item<'_>>> = BTreeMap::new();
@@ -53,7 +53,7 @@ pub fn split(ptx: &str) -> Result<Vec<Text>, Error> {
 }
 
 impl<'t> Parsed<'t> {
-    /// What a comment says of a kernel.
+    /// The value of the comment `//@about kernel …`.
     fn note(&self, kernel: &str, about: &str) -> Result<&'t str, Error> {
         let notes = self.notes.get(kernel).into_iter().flatten();
         let mut found = notes.filter_map(|note| note.strip_prefix("//@")?.strip_prefix(about)?.split(' ').nth(2));
@@ -97,7 +97,7 @@ pub fn lines(layouts: &BTreeMap<String, u64>) -> String {
     layouts.iter().map(|(kernel, digest)| format!("{kernel} {digest}\n")).collect()
 }
 
-/// A variable that the assembler keeps, with [`lines`] in it.
+/// The PTX of a variable that contains [`lines`]. It is `.visible`, so the assembler keeps it.
 fn table(layouts: &BTreeMap<String, u64>) -> String {
     let lines = lines(layouts);
     let bytes: Vec<String> = lines.bytes().map(|byte| byte.to_string()).collect();
@@ -106,7 +106,8 @@ fn table(layouts: &BTreeMap<String, u64>) -> String {
 
 fn parse(ptx: &str) -> Parsed<'_> {
     let mut parsed = Parsed { head: String::new(), items: Vec::new(), notes: BTreeMap::new() };
-    // Where the next item begins, its comments with it, and what of it was read.
+    // `start` is where the next item begins, with the comments before it; `at` is where the next line begins; `first`
+    // is the item's first line of code, once it was read.
     let (mut start, mut at, mut depth, mut first) = (0, 0, 0i32, None);
     for line in ptx.split_inclusive('\n') {
         at += line.len();
@@ -129,7 +130,7 @@ fn parse(ptx: &str) -> Parsed<'_> {
             first = Some(line);
         }
         depth += code.matches('{').count() as i32 - code.matches('}').count() as i32;
-        // A function ends with its brace, all else with a semicolon.
+        // A function ends with its closing brace, every other item with a semicolon.
         if depth == 0 && (code.ends_with('}') || code.ends_with(';')) {
             let head = first.take().unwrap_or_default();
             parsed.items.push(Item { name: name(head), is_kernel: head.contains(".entry "), text: &ptx[start..at] });
@@ -139,8 +140,8 @@ fn parse(ptx: &str) -> Parsed<'_> {
     parsed
 }
 
-/// The name that an item's first line declares: what stands before its parameters, its size or its value, and after
-/// what a function returns.
+/// The name that an item's first line declares. It stands before the parameters, the size or the value; in a function,
+/// it stands after the return parameter.
 fn name(head: &str) -> &str {
     let head = head.split(['=', '[', ';']).next().unwrap_or_default();
     let head = head.split_once(".func").map_or(head, |(_, function)| match function.trim_start().strip_prefix('(') {

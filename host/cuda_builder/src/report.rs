@@ -1,25 +1,25 @@
-//! What `ptxas -v` says of the code that it makes.
+//! Reads what `ptxas -v` reports about the code that it makes.
 
 /// A function's registers and stack.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FunctionReport {
-    /// Its name: a kernel's, or that of a function which kernels call.
+    /// The name of a kernel, or of a function that kernels call.
     pub name: String,
     /// Bytes of its stack frame.
     pub stack: u32,
-    /// Bytes of registers that it stores there for want of room.
+    /// Bytes of registers that it spills to the stack.
     pub spill_stores: u32,
-    /// Bytes of them that it loads again.
+    /// Bytes of spilled registers that it loads back.
     pub spill_loads: u32,
-    /// Registers of a thread; none of what is no kernel.
+    /// Registers per thread. None for a function that is not a kernel.
     pub registers: Option<u32>,
 }
 
 impl FunctionReport {
-    /// All functions of a report, in its order. What else it says is passed over.
+    /// All functions of a report, in its order. Lines about other things are skipped.
     ///
     /// # Errors
-    /// The line on a function's stack that is not as `ptxas` is known to write it.
+    /// The first line about a function's stack that does not have the known form.
     pub fn read_all(report: &str) -> Result<Vec<Self>, String> {
         let (mut kernel, mut name) = (String::new(), String::new());
         let mut functions: Vec<Self> = Vec::new();
@@ -41,12 +41,12 @@ impl FunctionReport {
     }
 }
 
-/// What a line has behind these words.
+/// The part of a line that follows these words.
 fn behind<'l>(line: &'l str, words: &str) -> Option<&'l str> {
     line.split_once(words).map(|(_, rest)| rest)
 }
 
-/// The three numbers of a line on a function's stack.
+/// The three numbers of a line about a function's stack: frame, spill stores, spill loads.
 fn stack_and_spills(line: &str) -> Option<[u32; 3]> {
     let (stack, rest) = line.trim().split_once(" bytes stack frame, ")?;
     let (stores, loads) = rest.split_once(" bytes spill stores, ")?;

@@ -50,7 +50,8 @@ fn source_of_core(prefix: &Path) -> PathBuf {
     prefix.join("lib/rustlib/src/rust/library/core")
 }
 
-/// Where the compiler on the search path lives; rustup's proxy answers for the toolchain it picks.
+/// The prefix of the compiler on the search path. If that is rustup's proxy, it answers for the toolchain that it
+/// picks.
 fn active_prefix() -> Option<PathBuf> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let output = Command::new(rustc).args(["--print", "sysroot"]).output().ok()?;

@@ -1,4 +1,4 @@
-//! What executes the scheduler's plans.
+//! The interface to what executes the scheduler's plans.
 
 use std::cmp::Reverse;
 use std::time::Duration;
@@ -11,57 +11,59 @@ use super::plan::{Plan, Slot};
 use crate::Error;
 use crate::backend::Drafted;
 
-/// What a backend needs to know of a sequence that takes a slot.
+/// What a backend needs to know about a sequence that gets a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Start<'a> {
-    /// Prompt and what was generated before a preemption.
+    /// The prompt, and what was generated before a preemption.
     pub tokens: &'a [u32],
-    /// How many of them are the prompt: penalties tell them apart.
+    /// How many of these tokens are the prompt. Penalties treat the two kinds differently.
     pub prompt: usize,
     /// Most tokens of prompt and answer together.
     pub max_length: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Tokens that end the sequence; drafts behind one are not confirmed.
+    /// Tokens that end the sequence. Drafts after one are not confirmed.
     pub stop_tokens: &'a [u32],
-    /// Log-probabilities of each chosen token and of so many likeliest ones; none: none.
+    /// How many of the likeliest tokens are wanted with log-probabilities, beside the chosen one. None: no
+    /// log-probabilities.
     pub logprobs: Option<u32>,
-    /// What the answer has to look like, if that is said.
+    /// The form that the answer must have, if any.
     pub form: Option<&'a Form>,
 }
 
-/// What a sequence's rows brought.
+/// The result of a step for one sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
-    /// Whose.
+    /// The slot of the sequence.
     pub slot: Slot,
-    /// The next tokens: one, and one more for each draft that was right. They end at `max_length` and with a stop
-    /// token.
+    /// The next tokens: one, and one more for each right draft. They end at `max_length` or with a stop token.
     pub tokens: Vec<u32>,
-    /// For each of them, if they were asked for.
+    /// The log-probabilities for each of these tokens, if they were asked for.
     pub logprobs: Vec<Logprobs>,
     /// Drafts that were tried.
     pub drafted: usize,
-    /// Those of them that a model has proposed.
+    /// The share of a model or head in these drafts.
     pub by_model: Drafted,
-    /// What was NaN or infinite in the rows that decided; then the tokens mean nothing, and the sequence has failed.
+    /// If a number was NaN or infinite in a row that mattered: where. The tokens then mean nothing, and the sequence
+    /// has failed.
     pub fault: Option<Fault>,
-    /// Why its form cannot be followed any further; then likewise.
+    /// If the form cannot be followed any further: why. The sequence has then failed as well.
     pub lost: Option<String>,
 }
 
-/// Log-probabilities (natural) of a token and of the likeliest ones in its place, by the model's logits before
-/// penalties and temperature.
+/// Natural log-probabilities of the chosen token and of the likeliest tokens at its position. They come from the
+/// model's logits before penalties and temperature.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logprobs {
-    /// Of the token that was chosen.
+    /// That of the chosen token.
     pub chosen: f32,
-    /// The likeliest, in falling order.
+    /// The likeliest tokens with theirs, in falling order.
     pub top: Vec<(u32, f32)>,
 }
 
 impl Logprobs {
-    /// For `token`, by a row of logits, `[vocab]`, with the `count` likeliest; of equal ones the lower id comes first.
+    /// Computes them for `token` and the `count` likeliest tokens from a row of logits, `[vocab]`. Among equals, the
+    /// lower id comes first.
     pub fn of(logits: &[f32], token: u32, count: u32) -> Self {
         let mut ranks: Vec<u64> = logits.iter().zip(0..).map(|(&logit, token)| sample::rank(logit, token)).collect();
         let max = sample::ranked_logit(ranks.iter().copied().max().unwrap_or(0));
@@ -76,8 +78,8 @@ impl Logprobs {
         Self::new(max, total, logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY), top)
     }
 
-    /// Of the logit of the chosen token and those of the likeliest, where `max` is the largest and `total` the sum of
-    /// all masses.
+    /// Computes them from the logits of the chosen and the likeliest tokens. `max` is the largest logit of the row, and
+    /// `total` the sum of all masses.
     pub(super) fn new(max: f32, total: u64, chosen: f32, top: impl Iterator<Item = (u32, f32)>) -> Self {
         let all = (total as f64 / sample::UNIT_MASS as f64).ln();
         let log = |logit: f32| (f64::from(logit - max) - all) as f32;
@@ -87,88 +89,88 @@ impl Logprobs {
 
 /// Runs batches of sequences, a step at a time.
 ///
-/// A sequence's tokens depend on itself alone, and on its form: not on its company, nor on how its rows were scheduled
-/// over steps, nor on where its pages are, nor on whether they were away.
+/// The tokens of a sequence depend only on the sequence and its form. They do not depend on the other sequences in a
+/// batch, on how rows are scheduled over steps, on where pages are, or on whether pages were away in the host tier.
 ///
-/// A step with drafts shares [`Plan::draft_threshold`] among its sequences as the n-gram operator shares its threshold,
-/// with [`Work::most_drafts`](super::plan::Work) as each sequence's bound.
+/// In a step with drafts, the sequences share [`Plan::draft_threshold`] as they share the n-gram operator's threshold,
+/// and [`Work::most_drafts`](super::plan::Work) bounds each sequence's drafts.
 pub trait BatchBackend: Send {
-    /// What it runs on, for a person.
+    /// The name of the device, for a person to read.
     fn device(&self) -> String;
 
-    /// What it has room for.
+    /// The limits within which plans must stay.
     fn limits(&self) -> Limits;
 
-    /// Pages of the host tier that are there by now. Where they `are_wanted`, they may become more later, never fewer.
+    /// Number of host-tier pages that can be used so far. If they `are_wanted`, there may be more later, never fewer.
     fn host_pages(&mut self, _are_wanted: bool) -> u32 {
         self.limits().host_pages
     }
 
-    /// What it was measured to cost to take up a preempted sequence.
+    /// The measured costs of resuming a preempted sequence.
     fn costs(&self) -> Costs;
 
-    /// How long a device had nothing to do between steps: for the host's part in them, and for requests to come.
+    /// How long the device has had nothing to do between steps in all, while the host worked or no requests were there.
     fn idle(&self) -> Duration {
         Duration::ZERO
     }
 
-    /// Whether a [foreseen](super::Scheduler::foresee) step's successor may begin before it has ended.
+    /// Whether the step after a [foreseen](super::Scheduler::foresee) step may begin before that has ended.
     fn runs_ahead(&self) -> bool {
         false
     }
 
-    /// Whether drafts of the next step are likely to be worth their rows, so that tokens which they would follow had
-    /// better be waited for.
+    /// Whether drafts of the next step are likely to be worth their rows. If so, it is better to wait for the tokens
+    /// that they would follow.
     fn may_draft(&self) -> bool {
         false
     }
 
-    /// Begins to execute a plan. `starts` has an entry for each of `plan.started`. At most one step may be under way,
-    /// which was foreseen: a row whose token that one chooses is at the position after the last known one.
+    /// Begins to execute a plan. `starts` has an entry for each of `plan.started`. One other step may be under way, if
+    /// it was foreseen. A row whose token that step still has to choose is at the position after the last known token.
     ///
     /// # Errors
-    /// A device error, after which the backend is of no more use.
+    /// A device error. The backend cannot be used afterwards.
     ///
     /// # Panics
-    /// If two steps are under way, or the plan names slots, pages, positions or tokens that there are not: a bug of the
+    /// If two steps are under way, or the plan names slots, pages, positions or tokens that do not exist: a bug of the
     /// caller.
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error>;
 
-    /// Slots whose tokens the step that was begun last does not choose after all, since what their forms allow was not
-    /// known in time: each is said once. To be asked for, and told to [`Scheduler::put_off`](super::Scheduler), behind
-    /// [`begin`](Self::begin), and behind the [`end`](Self::end) of the step before.
+    /// Slots for which the last begun step will not choose tokens after all, because their masks were not ready in
+    /// time. Each slot is returned once. Call this after [`begin`](Self::begin), and again after the [`end`](Self::end)
+    /// of the step before, and pass the result to [`Scheduler::put_off`](super::Scheduler).
     fn put_off(&mut self) -> Vec<Slot> {
         Vec::new()
     }
 
-    /// From position `at` on, what the sequence in a slot says is `tokens` instead of what was chosen. Its rows from
-    /// there on are to run again.
+    /// Replaces the tokens of the sequence in a slot from position `at` on by `tokens`. The rows from there on must
+    /// then run again.
     ///
     /// # Panics
-    /// If a step is under way, or the sequence has less than so many tokens: a bug of the caller.
+    /// If a step is under way, or the sequence has fewer than `at` tokens: a bug of the caller.
     fn rewrite(&mut self, slot: Slot, at: usize, tokens: &[u32]);
 
-    /// Waits for the step that was begun first. Returns the outcome of each work that samples and was not
-    /// [put off](Self::put_off), in order, also of a sequence that has left its slot.
+    /// Waits for the oldest step under way. Returns the outcome of each [`Work`](super::plan::Work) that samples and
+    /// was not [put off](Self::put_off), in order. This includes sequences that have left their slot since.
     ///
     /// # Errors
-    /// A device error, after which the backend is of no more use.
+    /// A device error. The backend cannot be used afterwards.
     ///
     /// # Panics
     /// If no step is under way: a bug of the caller.
     fn end(&mut self) -> Result<Vec<Outcome>, Error>;
 
-    /// Executes a plan: [`begin`](Self::begin) and [`end`](Self::end).
+    /// Executes a plan to its end: [`begin`](Self::begin), then [`end`](Self::end).
     ///
     /// # Errors
-    /// A device error, after which the backend is of no more use.
+    /// A device error. The backend cannot be used afterwards.
     fn step(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<Vec<Outcome>, Error> {
         self.begin(plan, starts)?;
         self.end()
     }
 }
 
-/// Seconds for each of many like things, as far as they were measured.
+/// The mean time that things of a kind take, in seconds, as measured so far.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rate {
     seconds: f64,
@@ -176,12 +178,12 @@ pub(super) struct Rate {
 }
 
 impl Rate {
-    /// What one is expected to take.
+    /// Starts with a guess, which counts as one measurement.
     pub fn guess(seconds: f64) -> Self {
         Self { seconds, count: 1.0 }
     }
 
-    /// Takes in that `count` took so long.
+    /// Adds a measurement: `count` of them took `seconds`.
     pub fn add(&mut self, seconds: f64, count: usize) {
         if count > 0 {
             self.seconds += seconds;
@@ -189,7 +191,7 @@ impl Rate {
         }
     }
 
-    /// Seconds for one.
+    /// Seconds for one of them.
     pub fn each(&self) -> f64 {
         self.seconds / self.count
     }

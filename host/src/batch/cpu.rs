@@ -1,4 +1,4 @@
-//! A batch on the CPU: `model`'s reference over shared pages.
+//! A batch on the CPU: `model`'s reference forward pass over shared pages.
 
 mod head;
 
@@ -24,7 +24,7 @@ pub struct CpuBatch {
     model: CpuModel,
     limits: Limits,
     drafters: Drafters,
-    /// Of a head: after how many layers hidden states are taken, and where they are kept.
+    /// If a head drafts: after how many layers its hidden states are taken, and where they are kept.
     states: Option<([usize; 3], KeptStates)>,
     pages: KvPages,
     host: KvPages,
@@ -32,34 +32,34 @@ pub struct CpuBatch {
     logits: Vec<f32>,
     swaps: Rate,
     rows: Rate,
-    /// What the step that was begun has brought.
+    /// The outcomes of the step that was begun.
     outcomes: Vec<Outcome>,
 }
 
-/// A running sequence, and where its keys and values are.
+/// A running sequence, with its page table.
 #[derive(Clone, Default)]
 struct Slot {
     running: Running,
     table: Vec<Page>,
-    /// What was not finite in rows that choose no token.
+    /// A number that was not finite in a row from which no token is chosen.
     fault: Option<Fault>,
 }
 
-/// What a sequence's next tokens are chosen from.
+/// What the next tokens of a sequence are chosen from.
 struct Choice<'a> {
     number: u32,
     slot: &'a mut Slot,
     drafts: Drafts,
-    /// Of its newest token and of its drafts.
+    /// The logits of its newest token's row and of its drafts' rows.
     logits: &'a [f32],
-    /// Of its rows.
+    /// The faults of its rows.
     faults: &'a [Fault],
-    /// The row after that of its newest token: the first draft's.
+    /// The number of the row after its newest token's. This is the row of the first draft.
     known: usize,
 }
 
 impl Choice<'_> {
-    /// Chooses the tokens, of rows of `vocab` logits.
+    /// Chooses the tokens. A row has `vocab` logits.
     fn decide(self, vocab: usize) -> Outcome {
         let Self { number, slot, drafts, logits, faults, known } = self;
         let Running { prompt, sampling, logprobs, .. } = slot.running;
@@ -72,7 +72,7 @@ impl Choice<'_> {
         });
         let of = |top| tokens.iter().enumerate().map(|(i, &token)| Logprobs::of(row(i), token, top)).collect();
         let logprobs = logprobs.map_or(Vec::new(), of);
-        // Rows of drafts behind a wrong one decide nothing.
+        // Rows after a wrong draft decide nothing, so only faults before them count.
         let decisive = faults.iter().filter(|fault| fault.row < known + tokens.len() - 1);
         let fault = slot.fault.or(decisive.min().copied());
         let lost = slot.running.lost();
@@ -82,7 +82,8 @@ impl Choice<'_> {
 }
 
 impl CpuBatch {
-    /// Within `limits`; drafts are proposed as `draft` says, if at all.
+    /// A batch within `limits`, with drafts as `draft` says. If a model is to draft, `drafted_by`
+    /// adds it.
     ///
     /// # Errors
     /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
@@ -98,8 +99,8 @@ impl CpuBatch {
             host: store(limits.host_pages),
             slots: vec![Slot::default(); limits.sequences as usize],
             logits: Vec::new(),
-            // Until there are measurements: copies at 5 GB/s, out and back, and a row for a reading of the weights at
-            // 10 GB/s.
+            // Guesses, until there are measurements: copies at 5 GB/s, there and back; and for a row, reading all
+            // weights at 10 GB/s.
             swaps: Rate::guess(2.0 * page / 5e9),
             rows: Rate::guess(checkpoint.cpu_bytes() as f64 / 10e9),
             model,
@@ -110,10 +111,10 @@ impl CpuBatch {
         })
     }
 
-    /// With a model or a head that drafts for `checkpoint` where the settings say so.
+    /// Adds a model or a head that drafts for `checkpoint` where the settings say so.
     ///
     /// # Errors
-    /// As [`new`](Self::new), of the model that drafts; a head that was made for another model.
+    /// As [`new`](Self::new), for the model that drafts. Also if a head was made for another model.
     pub(super) fn drafted_by(
         mut self,
         checkpoint: &Checkpoint,
@@ -135,7 +136,7 @@ impl CpuBatch {
         Ok(self)
     }
 
-    /// Moves pages and takes note of who is where.
+    /// Executes all of a plan but its rows: moves pages, starts sequences, changes page tables.
     fn prepare(&mut self, plan: &Plan, starts: &[Start<'_>]) {
         self.drafters.forget_left(plan);
         let start = Instant::now();
@@ -148,7 +149,7 @@ impl CpuBatch {
         for swap in &plan.swap_in {
             self.pages.copy_page_from(&self.host, swap.from as usize, swap.to as usize);
         }
-        // One way counts half: what is asked for is out and back.
+        // The rate is for saving a page and bringing it back, so one direction counts half.
         self.swaps.add(
             start.elapsed().as_secs_f64(),
             (plan.swap_out.len() + plan.copies.len() + plan.swap_in.len()).div_ceil(2),
@@ -227,7 +228,7 @@ impl BatchBackend for CpuBatch {
             }
         }
 
-        // Each sequence's slot with its drafts and its rows of logits.
+        // Pairs each sequence's slot with its drafts, logits and faults.
         let mut slots: Vec<Option<&mut Slot>> = self.slots.iter_mut().map(Some).collect();
         let mut logits = &*logits;
         let mut choices = Vec::new();
@@ -267,8 +268,8 @@ impl BatchBackend for CpuBatch {
     }
 }
 
-/// Checks that the machine has memory for so many pages of so many bytes, and `besides` for others: to ask for more
-/// would end the program.
+/// Checks that the machine has memory for `pages` pages of `page_bytes` bytes, in addition to `besides` bytes for other
+/// things. Asking for more memory than there is would end the program.
 ///
 /// # Errors
 /// [`Error::CpuCacheTooLarge`].

@@ -1,5 +1,5 @@
-//! Drafts of a step's sequences: by n-gram match, on the host, as the n-gram operator makes them on a device, budget
-//! and all; and by a [model](model) beside it.
+//! Drafts for the sequences of a step. The host makes them: by n-gram match, with the same shared budget as the n-gram
+//! operator on a device, and by a [model](model) or a head.
 
 pub(crate) mod head;
 mod model;
@@ -14,37 +14,37 @@ use crate::Error;
 use crate::backend::Drafted;
 use crate::draft::{Draft, DraftTokens, NgramDraft};
 
-/// Drafts for a work.
+/// The drafts for one work.
 #[derive(Clone, Default)]
 pub struct Drafts {
-    /// What was found.
+    /// The proposed tokens.
     pub proposal: DraftTokens,
-    /// How many of them, from the first on, run.
+    /// How many of them, counted from the first, run.
     pub count: usize,
-    /// How many of them, from the first on, a model has said.
+    /// How many of them, counted from the first, come from the model or head.
     pub by_model: usize,
 }
 
 impl Drafts {
-    /// Those that run.
+    /// The drafts that run.
     pub fn run(&self) -> &[u32] {
         &self.proposal.tokens[..self.count]
     }
 
-    /// Those of the model among them, in a step that has brought `tokens`.
+    /// The model's share in the drafts of a step that has brought `tokens`.
     pub fn by_model(&self, tokens: &[u32]) -> Drafted {
         let drafted = self.by_model.min(self.count);
         Drafted { drafted, accepted: drafted.min(tokens.len() - 1) }
     }
 }
 
-/// Whether a work's sequence may draft, and who makes its proposal.
+/// Whether the sequence of a work may draft, and where its proposal comes from.
 pub enum Drafting<'a> {
-    /// It may not.
+    /// The sequence may not draft.
     No,
-    /// It is [there](Running::guess), or a model makes it here.
+    /// The proposal is in [`Running::guess`], or a model makes it.
     Here(&'a Running),
-    /// Somebody else makes it meanwhile.
+    /// Other threads make the proposal.
     Elsewhere(&'a Running),
 }
 
@@ -58,19 +58,19 @@ impl<'a> Drafting<'a> {
     }
 }
 
-/// Who drafts for the sequences of a batch.
+/// The drafters of a batch.
 #[derive(Default)]
 pub struct Drafters {
-    /// How, if at all.
+    /// The settings. None: no drafts.
     pub settings: Option<Draft>,
-    /// The draft model, if there is one.
+    /// The draft model or head, if there is one.
     pub model: Option<ModelDrafter>,
-    /// Whether the next step's drafts are likely to be worth their rows, by what the last one has brought.
+    /// Whether the next step's drafts are likely to be worth their rows, judged by the last step.
     are_worthwhile: bool,
 }
 
 impl Drafters {
-    /// Without a model: then drafts are those of an n-gram match.
+    /// Drafters without a model: drafts then come from n-gram matches.
     pub fn new(settings: Option<Draft>) -> Self {
         Self { settings, model: None, are_worthwhile: false }
     }
@@ -87,13 +87,14 @@ impl Drafters {
         plan.freed.iter().chain(started).for_each(|slot| model.forget(*slot));
     }
 
-    /// Whether to wait for tokens that are being chosen, for drafts that follow them.
+    /// Whether the tokens that are being chosen should be waited for, because drafts that follow them are likely to be
+    /// worth it.
     pub const fn are_worthwhile(&self) -> bool {
         self.are_worthwhile
     }
 
-    /// Looks for what may follow the newest tokens of sequences that may draft, none of a form, and whether that would
-    /// be worth their rows. `others` are rows of sequences whose proposals are made elsewhere.
+    /// Looks for what may follow the newest tokens of these sequences, which may draft, and judges whether drafts would
+    /// be worth their rows. `others` is the number of sequences whose proposals other threads make.
     pub fn look(&mut self, mut sequences: Vec<(Slot, &mut Running)>, others: usize, cost: drafting::Cost) {
         self.are_worthwhile = false;
         let Some(settings) = self.settings else { return };
@@ -115,9 +116,9 @@ impl Drafters {
         }
     }
 
-    /// Drafts of each work: as many as the shared budget leaves and as are worthwhile where a row costs `cost`.
-    /// `drafting` tells of a work's sequence; proposals that are not made here are asked of `elsewhere` when the others
-    /// are there.
+    /// The drafts of each work: as many as the shared budget leaves, and as are worth it at `cost` for a row.
+    /// `drafting` says whether and how the sequence of a work drafts. `elsewhere` returns the proposals that other
+    /// threads make; it is called after the other proposals have been taken.
     ///
     /// # Errors
     /// A device error of the draft model.
@@ -135,7 +136,7 @@ impl Drafters {
         let sequences: Vec<_> =
             plan.work.iter().map(|work| if work.samples { drafting(work) } else { Drafting::No }).collect();
         let most = |work: &Work| work.most_drafts.min(draft.tokens);
-        // Which drafts there are does not depend on the budget, only how many of them are tried.
+        // The budget does not change which tokens are proposed, only how many of them are tried.
         let guess = |(work, sequence): (&Work, &Drafting<'_>)| {
             let Drafting::Here(running) = sequence else { return DraftTokens::default() };
             let mut guess = running.guess.clone();
@@ -152,7 +153,7 @@ impl Drafters {
         let chains = match (&mut self.model, settings) {
             (Some(model), Draft::Model(settings)) => {
                 let wanted = plan.work.iter().zip(&sequences).map(|(work, sequence)| match sequence {
-                    // What the form leaves needs no model.
+                    // Tokens that the form forces need no model.
                     Drafting::Here(running) if !running.guess.forced => {
                         Some(Wanted::of(work.slot, running, most(work)))
                     }
@@ -164,7 +165,7 @@ impl Drafters {
             _ => vec![Vec::new(); plan.work.len()],
         };
 
-        // Whoever has a row in the budget is owed it, also who may not draft.
+        // Every sequence that samples with one row is owed that row in the budget, even if it may not draft.
         let active = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as i64;
         let others = plan.work.iter().map(|work| work.rows).sum::<u32>().saturating_sub(1);
         let mut budget = DraftBudget { threshold: plan.draft_threshold.into(), active, used: 0 };
@@ -190,7 +191,7 @@ impl Drafters {
     }
 }
 
-/// A model's chain with what an n-gram match finds after it, `most` drafts in all.
+/// A model's chain, extended by what an n-gram match finds after it, up to `most` drafts in all.
 fn extended(settings: &Draft, sequence: &Running, mut chain: Vec<u32>, most: u32) -> Vec<u32> {
     let left = most.saturating_sub(chain.len() as u32);
     if left > 0 && settings.matches_ngrams() {
@@ -201,21 +202,21 @@ fn extended(settings: &Draft, sequence: &Running, mut chain: Vec<u32>, most: u32
     chain
 }
 
-/// The n-gram operator's shared budget (`gpu_kernels::ngram`), handed out to one decoding sequence after the other.
+/// The shared budget of the n-gram operator (`gpu_kernels::ngram`), which decoding sequences draw on one after another.
 struct DraftBudget {
     threshold: i64,
-    /// Sequences that are still owed their one row.
+    /// Sequences that have not got their own row from it yet.
     active: i64,
     used: i64,
 }
 
 impl DraftBudget {
-    /// Drafts that the next sequence may have.
+    /// Most drafts that the next sequence may have.
     fn next(&mut self) -> u32 {
         self.active -= 1;
         self.used += 1;
         let room = self.threshold - self.used - self.active;
-        // The operator leaves a room of one row unused.
+        // The operator does not use room for a single row.
         if room <= 1 { 0 } else { room as u32 }
     }
 }
@@ -263,7 +264,7 @@ mod tests {
             let threshold = random(2, 24) as i32;
             let histories: Vec<i32> = (0..batch * stride).map(|i| random(10 + i as u64, 3) as i32).collect();
             let newest: Vec<i64> = (0..batch).map(|b| random(1000 + b as u64, stride as u64) as i64).collect();
-            // A sequence that runs may have one more token at least.
+            // A running sequence may have at least one more token.
             let limit: Vec<i64> = newest.iter().map(|n| n + 2 + random(2000 + *n as u64, 9) as i64).collect();
             let operator = reference::Batch {
                 input_ids: &[],

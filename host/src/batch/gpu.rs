@@ -1,12 +1,12 @@
-//! A batch on a device: many sequences' rows in each pass, over shared pages.
+//! A batch on a device: the rows of many sequences in each pass, over shared pages.
 //!
-//! The host makes the whole step: rows, tiles, choices, changed page tables. All of it travels in one copy
-//! ([`upload`]); the device moves pages, runs the passes ([`passes`]) and chooses; the chosen tokens come back through
-//! mapped memory. While a step is under way the host makes the next one: a token that is not chosen yet the device puts
-//! into its row itself. So the host waits once a step, and the device not at all.
+//! The host makes everything for a step: rows, tiles, choices, changed page tables. All of it goes to the device in one
+//! copy ([`upload`]). The device moves pages, runs the passes ([`passes`]) and chooses tokens, which come back through
+//! mapped memory. While a step runs, the host makes the next one; if a row's token is not chosen yet, the device itself
+//! puts it into the row. So the host waits once for each step, and the device does not wait for the host.
 //!
-//! What a sequence of a given form may say next, the host must know that token for: then the choices of a pass are
-//! enqueued behind it later, when the step before has ended, while the pass runs.
+//! To know which tokens a form allows, the host needs the token before. So the choices of a pass over such rows are
+//! enqueued later, when the step before has ended, while the pass already runs.
 
 mod checked;
 mod enqueue;
@@ -55,7 +55,7 @@ use crate::sampler::Sampler;
 use crate::tuning::{DRAFT_COST, first_guess};
 use crate::weights::DeviceWeights;
 
-/// Bytes that the kernels for steps of many sequences may take beside weights and activations.
+/// Bytes to leave for the kernels of many sequences, in addition to weights and activations.
 const DECODE_BYTES: u64 = 512 << 20;
 
 /// Runs batches on a device.
@@ -66,7 +66,7 @@ pub struct GpuBatch {
     drafters: Drafters,
     slots: Vec<Running>,
     mover: Mover,
-    /// Where there are passes that read packed pages.
+    /// Only if there are passes that read packed pages.
     packing: Option<Packing>,
     upload: Upload,
     uses: TokenUses,
@@ -74,28 +74,29 @@ pub struct GpuBatch {
     masks: Masks,
     mask_jobs: MaskJobs,
     proposals: ProposalJobs,
-    /// Slots of the step that was begun last, as [`BatchBackend::put_off`] tells them.
+    /// Slots of the last begun step whose choices are put off: see [`BatchBackend::put_off`].
     put_off: Vec<Slot>,
     sampler: Sampler,
     sampled: Mapped,
-    /// Choices, and notes, that a step has room for: steps have two such rooms in turn.
+    /// Choices, and notes, that one step has room for. There is room for two steps, which they use in turn.
     choices: usize,
-    /// Of each slot, its newest choice in the step that was begun last.
+    /// For each slot, the number of its newest choice in the last begun step.
     newest: Vec<u32>,
-    /// Steps that were begun and have not ended: two at most.
+    /// Steps that were begun and have not ended, two at most.
     under_way: VecDeque<UnderWay>,
-    /// Which room the next one has.
+    /// Which of the two rooms the next step uses.
     turn: usize,
-    /// Of both rooms.
+    /// One for each of the two rooms.
     clocks: [Clocks; 2],
     swaps: Rate,
     rows: Rate,
-    /// When the last step was done, and how long the device has had nothing to do after steps.
+    /// When the last step was done, if none was begun since.
     done: Option<Instant>,
+    /// How long the device has had nothing to do between steps in all.
     idle: Duration,
 }
 
-/// What a step is timed and waited for with.
+/// The timers of a step, and the marker of its end.
 struct Clocks {
     moves: Timer,
     rows: Timer,
@@ -114,25 +115,26 @@ struct UnderWay {
     drafts: Vec<Drafts>,
     passes: Vec<Ready>,
     turn: usize,
-    /// Pages that move from or to the host.
+    /// Pages that move from or to the host tier.
     moved: usize,
-    /// Rows that are timed.
+    /// Rows that the timer covers.
     timed_rows: usize,
-    /// Slots that others have taken since.
+    /// Slots that other sequences have taken since.
     left: Vec<Slot>,
-    /// The pass that is enqueued without its choices, with nothing of the passes behind it.
+    /// The pass that was enqueued without its choices, if any. No later pass of the step is enqueued then.
     halted: Option<usize>,
     /// Whether every sequence with rows has a form.
     only_forms: bool,
-    /// Whether there was room for drafts.
+    /// Whether the step had room for drafts.
     drafts_fit: bool,
     /// Slots whose choices were put off.
     put_off: Vec<Slot>,
 }
 
 impl GpuBatch {
-    /// With weights that are on the device. Prompts run in passes of their own where it [has](Device::has_prefill)
-    /// kernels for them. With such passes and without, bits differ as they do between cards.
+    /// A batch with weights that are on the device. Prompts run in passes of their own if the device
+    /// [has](Device::has_prefill) kernels for them. The bits with and without such passes differ, as they do between
+    /// cards.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -161,12 +163,13 @@ impl GpuBatch {
         };
         let tier = sizes.host_pages(config, &options, pages)?;
         let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);
-        // Who asks for a tier waits for it. On the emulator it is there at once, so that runs are alike.
+        // If the user asks for a host tier, it is pinned at once. So it is on the emulator, so that every run is the
+        // same.
         let is_there = options.swap_tokens.is_some() || device.is_emulator();
         let mut mover = Mover::new(device, forward.cache(), tier, is_there)
             .map_err(|error| BatchSizes::no_tier(config, tier, error.to_string()))?;
         let limits = sizes.limits(config, device, &options, [pages, mover.host_pages(false)]);
-        // Until there are measurements.
+        // Guesses until there are measurements.
         let row = first_guess::row(config.weight_bytes(2) as f64, prompts_apart);
         let swap = first_guess::swap(mover.page_bytes() as f64);
         let choices = sizes.rows + sizes.sequences;
@@ -199,12 +202,13 @@ impl GpuBatch {
         })
     }
 
-    /// Whether steps of few rows are the decode kernel's. Elsewhere than on Hopper every pass has its bits.
+    /// Whether the decode kernel runs steps of few rows. On Hopper it does so only if prompts have passes of their own;
+    /// on other devices all passes have the same bits.
     fn has_decode(device: &Device) -> bool {
         device.has_decode_kernel() && (device.has_prefill() || !device.capabilities().has_gemms())
     }
 
-    /// What it takes beside the weights.
+    /// Bytes that the decode kernel takes beside the weights.
     fn decode_bytes(device: &Device) -> u64 {
         if Self::has_decode(device) { DECODE_BYTES } else { 0 }
     }
@@ -214,7 +218,7 @@ impl GpuBatch {
         &self.forward
     }
 
-    /// Fills the cache with `pattern`, over and over: for measuring.
+    /// Fills the cache with repetitions of `pattern`, for measurements.
     ///
     /// # Errors
     /// A driver error.
@@ -227,7 +231,8 @@ impl GpuBatch {
         self.forward.config().vocab_size
     }
 
-    /// Has the passes of a step leave hidden states where a head may draft from them, and notes of which rows they do.
+    /// Makes the passes of a step leave hidden states if a head may draft from them, and notes the rows that leave
+    /// them.
     fn note_states(&mut self, plan: &Plan, passes: &[RowPass]) {
         let Some(model) = self.drafters.model.as_mut().filter(|model| model.is_head()) else { return };
         let wanted = plan.work.len() < self.limits.draft_rows as usize;
@@ -240,7 +245,7 @@ impl GpuBatch {
         }
     }
 
-    /// Looks for drafts of the sequences that a step has brought tokens to, if there may be room for any.
+    /// Looks for drafts for the sequences that got tokens in a step, if the next step may have room for drafts.
     fn look_for_drafts(&mut self, step: &UnderWay) {
         let fit = step.work.len() < self.limits.draft_rows as usize;
         let sampled: HashSet<Slot> = step.work.iter().filter(|work| work.samples).map(|work| work.slot).collect();
@@ -250,7 +255,7 @@ impl GpuBatch {
         self.drafters.look(without, with_form.len(), DRAFT_COST);
     }
 
-    /// Takes note of who is where; what is known of sequences that were there before is of no more use.
+    /// Takes note of the sequences that start. What was kept for the sequences that had these slots before is dropped.
     fn take_up(&mut self, plan: &Plan, starts: &[Start<'_>]) {
         self.drafters.forget_left(plan);
         for step in &mut self.under_way {
@@ -303,7 +308,7 @@ impl BatchBackend for GpuBatch {
         let only_forms = plan.work.iter().all(|work| self.slots[work.slot as usize].form.is_some());
         let drafting = |work: &Work| {
             let running = &self.slots[work.slot as usize];
-            // Not after a prompt's last token: that one runs another way.
+            // A prompt's last token has no drafts, because its row runs in another pass.
             let may_draft = work.rows == 1 && work.start as usize >= running.prompt;
             match running.form {
                 _ if !may_draft || self.mask_jobs.are_pending(work.slot) => Drafting::No,
@@ -336,7 +341,7 @@ impl BatchBackend for GpuBatch {
         }
         self.upload.send()?;
         self.enqueue_changes(&changes)?;
-        // What a prompt's row costs is measured where many run together.
+        // The cost of a prompt's row is measured only if many rows run together.
         let prompt_rows = match self.limits.prompts_apart {
             true => passes.iter().filter(|ready| ready.pass.prompt).map(|ready| ready.pass.len()).sum(),
             false => rows.iter().map(|rows| rows.tokens.len()).sum::<usize>(),
@@ -345,7 +350,7 @@ impl BatchBackend for GpuBatch {
         if timed {
             self.clocks[turn].rows.start()?;
         }
-        // Those of prompts come first.
+        // Passes over prompts come first.
         let prompts = match self.limits.prompts_apart {
             true => passes.iter().take_while(|ready| ready.pass.prompt).count(),
             false => passes.len(),
@@ -368,7 +373,7 @@ impl BatchBackend for GpuBatch {
             passes,
             turn,
             moved: plan.swap_out.len() + plan.swap_in.len(),
-            // Not where the device waits for the host among them.
+            // If the device waits for the host among these passes, they are not timed.
             timed_rows: if timed && halted.is_none_or(|pass| pass >= prompts) { prompt_rows } else { 0 },
             left: Vec::new(),
             halted,
@@ -393,16 +398,16 @@ impl BatchBackend for GpuBatch {
         let clocks = &self.clocks[step.turn];
         clocks.done.wait()?;
         self.done = Some(Instant::now());
-        // Copies on the device take little beside these.
+        // Copies within the device take little time compared with moves from and to the host.
         if step.moved > 0 {
-            // One way counts half: what is asked for is out and back.
+            // The rate is for saving a page and bringing it back, so one direction counts half.
             self.swaps.add(clocks.moves.elapsed_ms()? / 1e3, step.moved.div_ceil(2));
         }
         if step.timed_rows > 0 {
             self.rows.add(clocks.rows.elapsed_ms()? / 1e3, step.timed_rows);
         }
 
-        // What was chosen and noted, by work.
+        // The chosen tokens, and the notes, for each work.
         let mut chosen = vec![Vec::new(); step.work.len()];
         let mut notes = vec![Vec::new(); step.work.len()];
         for ready in &step.passes {
@@ -417,11 +422,11 @@ impl BatchBackend for GpuBatch {
         let mut outcomes = Vec::new();
         let brings = |work: &Work| work.samples && !step.put_off.contains(&work.slot);
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| brings(of.0)) {
-            // In place of a token that there is none of, some token: its sequence ends.
+            // If no token could be chosen, any token stands for it: the sequence has failed and ends.
             let missing = chosen[i].iter().position(|&token| token == NO_TOKEN);
             chosen[i].iter_mut().filter(|token| **token == NO_TOKEN).for_each(|token| *token = 0);
             let tokens = if step.left.contains(&work.slot) {
-                // Foreseen: one.
+                // The step was foreseen, so there is one token.
                 chosen[i].clone()
             } else {
                 self.proposals.forget(work.slot);
@@ -434,7 +439,7 @@ impl BatchBackend for GpuBatch {
                 }
                 tokens
             };
-            // Those behind a wrong draft are not wanted.
+            // The notes after a wrong draft are dropped.
             let mut logprobs = std::mem::take(&mut notes[i]);
             logprobs.truncate(tokens.len());
             let fault = missing.filter(|&row| row < tokens.len()).map(|row| Fault {
@@ -454,7 +459,7 @@ impl BatchBackend for GpuBatch {
 
 impl Drop for GpuBatch {
     fn drop(&mut self) {
-        // A step that nobody waited for uses memory that goes next.
+        // A step that nobody waited for may still use memory that is freed next.
         let _ = self.forward.device().synchronize();
     }
 }

@@ -1,4 +1,4 @@
-//! What a scheduler may use, what that costs, and how it went.
+//! The limits of a scheduler, the costs that it goes by, and what it counts.
 
 /// What the scheduler may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,8 +7,8 @@ pub struct Limits {
     pub context: usize,
     /// Most sequences that run at once.
     pub sequences: u32,
-    /// Most of them that generate in a step; the newest of the others are read in already, and take the places of those
-    /// that end.
+    /// Most sequences that generate in one step. Of the running sequences beyond that, the newest have their prompts
+    /// read already, and take the places of those that end.
     pub generating: u32,
     /// Most rows of a step, drafts included; at least `sequences`.
     pub rows: u32,
@@ -18,50 +18,50 @@ pub struct Limits {
     pub pages: u32,
     /// Pages in the host tier.
     pub host_pages: u32,
-    /// Most drafts of a sequence in a step; 0: nothing drafts.
+    /// Most drafts of a sequence in a step. 0: no drafts.
     pub drafts: u32,
-    /// Drafts are tried while a step has fewer rows than this.
+    /// A step has drafts only while it has fewer rows than this.
     pub draft_rows: u32,
-    /// Most rows of prompts in a step. And while others generate, waiting sequences that have room start, and prompts
-    /// that are being read in go on, once they have so many rows together, or have missed a token for each
-    /// `prompt_share` that generate: where a pass over fewer rows takes hardly less time. 0: as many as there is room
-    /// for, at once.
+    /// Most rows of prompts in a step. If not 0, prompts also wait for each other while sequences generate. Waiting
+    /// sequences that have room then start, and prompts that are partly read go on, only when they have this many rows
+    /// together, or have missed one token for every `prompt_share` generating sequences. This is for devices on which a
+    /// pass over fewer rows takes hardly less time. 0: prompts take all the rows that are left, at once.
     pub prompt_rows: u32,
-    /// See `prompt_rows`.
+    /// Generating sequences for one missed token: see `prompt_rows`.
     pub prompt_share: u32,
-    /// Whether the device computes prompts otherwise than what it generates, to other bits: then sequences share a page
-    /// only if the same of its tokens are of their prompts.
+    /// Whether the device computes the positions of prompts differently from generated ones, with different bits.
+    /// Sequences then share a page only if the same of its tokens are of the prompt in both.
     pub prompts_apart: bool,
 }
 
-/// What it costs to take up a preempted sequence again, in seconds; from measurement.
+/// The costs of resuming a preempted sequence, in seconds, as measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// To save a page and bring it back.
+    /// To save a page in the host tier and bring it back.
     pub swap_page: f64,
-    /// To run a row of a prompt.
+    /// To compute a row of a prompt.
     pub row: f64,
 }
 
-/// How a run went.
+/// What the scheduler has counted so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Steps planned.
     pub steps: u64,
-    /// Rows of known tokens.
+    /// Rows that ran, without drafts.
     pub rows: u64,
-    /// Tokens of prompts that were found in the page index.
+    /// Tokens whose keys and values were found in the page index.
     pub shared_tokens: u64,
-    /// Of these, tokens that came back from the host tier.
+    /// Those among them that came back from the host tier.
     pub restored_tokens: u64,
-    /// Preemptions to the host tier.
+    /// Preemptions that saved the sequence's pages in the host tier.
     pub swapped: u64,
-    /// Preemptions to be computed again.
+    /// Preemptions that gave the pages up, to be computed again.
     pub dropped: u64,
-    /// Choices that were put off, as their masks were not made in time.
+    /// Choices that were put off because their masks were not ready in time.
     pub put_off: u64,
-    /// Most sequences that ran at once.
+    /// Most sequences that ran at the same time.
     pub most_running: u32,
-    /// Most pages that were in use at once.
+    /// Most pages that were in use at the same time.
     pub most_pages: u32,
 }

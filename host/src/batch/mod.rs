@@ -1,8 +1,8 @@
 //! Batches: any number of requests at once, in steps of many rows.
 //!
-//! [`Batch`] takes requests and gives answers. Beneath it, [`Steps`] is the loop: the [`Scheduler`] decides what each
-//! step runs and where every page of the cache is, knowing no device; a [`BatchBackend`] executes its [`Plan`]s.
-//! Answers are the ones that [`Engine`](crate::Engine) gives to the same requests one by one.
+//! [`Batch`] takes requests and gives answers. Its loop is [`Steps`]. In it, the [`Scheduler`] decides what each step
+//! runs and where every page of the cache is, without knowledge of the device, and a [`BatchBackend`] executes the
+//! resulting [`Plan`]s. The answers are those that [`Engine`](crate::Engine) gives to the same requests one by one.
 
 mod backend;
 mod cpu;

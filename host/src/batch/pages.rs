@@ -1,11 +1,12 @@
-//! Who has which page: a count of users for each, and an index of whole pages by content.
+//! The pages of the cache: a count of users for each, and an index of full pages by content.
 //!
-//! A full page is known by the tokens in it, by how many of them are of the prompt, and by the page before it: so by
-//! everything up to its end and by where the prompt ended, which is all that its keys and values depend on. The index
-//! is a hash table over (page before, tokens) that compares what it finds, so sharing is exact. A page that nobody uses
-//! stays in the index until its memory is wanted; then the one unused longest goes first. If several sequences have
-//! used it, others may yet: then it is kept in the [host tier](super::tier), from where it comes back sooner than it
-//! would be computed.
+//! A full page is identified by its tokens, by how many of them are of the prompt, and by the page before it. This
+//! covers everything up to the page's end and where the prompt ended, which is all that its keys and values depend on.
+//! The index is a hash table that compares whole keys, so sharing is exact.
+//!
+//! A page that no sequence uses stays in the index until its memory is needed. Then the page that was unused longest is
+//! taken first. If several sequences have used it, more may; so it is kept in the [host tier](super::tier), from where
+//! it comes back sooner than it could be computed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,43 +14,43 @@ use std::sync::Arc;
 use super::plan::{HostPage, Page, SwapOut};
 use super::tier::Tier;
 
-/// A full page's content: everything up to its end. Never reused.
+/// The number of a page's content, which means everything up to its end. Numbers are never reused.
 pub type Content = u64;
 
 /// The content before the first page.
 pub const NOTHING: Content = 0;
 
-/// What the index knows a page by: the content before it, its tokens, and how many of them are of the prompt.
+/// The key of a page in the index: the content before it, its tokens, and how many of them are of the prompt.
 pub type Key = (Content, Arc<[u32]>, usize);
 
-/// The device's pages.
+/// The pages of the device.
 #[derive(Clone, Debug)]
 pub struct Pages {
     page_tokens: usize,
     entries: Vec<Entry>,
-    /// Pages that hold nothing of use.
+    /// Pages without useful content.
     free: Vec<Page>,
-    /// Unused pages in the index, by when they were last used.
+    /// Unused pages that are in the index, by the time of their last use.
     unused: BTreeMap<u64, Page>,
     index: HashMap<Key, Page>,
-    /// The pages that follow a content.
+    /// For each content, the pages in the index that follow it.
     next: HashMap<Content, Vec<Page>>,
     clock: u64,
     contents: Content,
-    /// The host's pages.
+    /// The pages of the host tier.
     pub tier: Tier,
-    /// Whether pages that several have used are kept there.
+    /// Whether pages that several sequences have used are kept in the host tier.
     pub keeps: bool,
-    /// Whether there were such pages.
+    /// Whether there ever was such a page.
     has_shared: bool,
-    /// What the plan in the making has to save for that.
+    /// The pages that the plan in the making must save in the host tier.
     saves: Vec<SwapOut>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Entry {
     users: u32,
-    /// Its key in `unused`.
+    /// The page's key in `unused`.
     since: u64,
     indexed: Option<Indexed>,
 }
@@ -58,7 +59,7 @@ struct Entry {
 struct Indexed {
     key: Key,
     content: Content,
-    /// Whether more than the sequence that filled it has used it.
+    /// Whether a sequence other than the one that filled it has used it.
     shared: bool,
 }
 
@@ -67,21 +68,21 @@ struct Indexed {
 pub enum PageLocation {
     /// On the device.
     Device(Page),
-    /// In the host tier alone.
+    /// Only in the host tier.
     Host(Key),
 }
 
 /// What the index has of a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefixMatch {
-    /// Full pages from the start, and the content up to the end of each.
+    /// Full pages from the start on, each with the content up to its end.
     pub pages: Vec<(PageLocation, Content)>,
-    /// A page whose first tokens, so many, are the ones that follow.
+    /// A page whose first tokens are the next ones of the text, and how many those are.
     pub partial: Option<(Page, usize)>,
 }
 
 impl PrefixMatch {
-    /// Its full pages that are on the device.
+    /// The full pages that are on the device.
     pub fn on_device(&self) -> impl Iterator<Item = Page> {
         self.pages.iter().filter_map(|(place, _)| match place {
             PageLocation::Device(page) => Some(*page),
@@ -90,17 +91,17 @@ impl PrefixMatch {
     }
 }
 
-/// What [`Pages::index`] did.
+/// The result of [`Pages::index`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
-    /// The page is in the index now, as this content.
+    /// The page was added to the index, with this content.
     New(Content),
-    /// Another page holds the same; it can be used instead.
+    /// Another page already has the same content, and can be used instead.
     Same(Page, Content),
 }
 
 impl Pages {
-    /// `count` pages of `page_tokens` tokens, and `host_count` in the host tier.
+    /// `count` pages of `page_tokens` tokens on the device, and `host_count` pages in the host tier.
     pub fn new(count: u32, host_count: u32, page_tokens: usize) -> Self {
         Self {
             page_tokens,
@@ -118,29 +119,29 @@ impl Pages {
         }
     }
 
-    /// All there are.
+    /// Number of pages on the device.
     pub fn count(&self) -> usize {
         self.entries.len()
     }
 
-    /// Pages that [`take`](Self::take) could give one after the other.
+    /// Pages that [`take`](Self::take) can still give.
     pub fn available(&self) -> usize {
         self.free.len() + self.unused.len()
     }
 
-    /// Whether pages may soon have to leave the device that are worth keeping: few are left for those who run, or for
-    /// what several have used.
+    /// Whether pages that are worth keeping may soon have to leave the device: few pages are available, or few are free
+    /// while there are pages that several have used.
     pub fn may_want_tier(&self) -> bool {
         let few = self.entries.len() / 8;
         self.available() < few || self.has_shared && self.free.len() < few
     }
 
-    /// How many use a page.
+    /// Number of users of a page.
     pub fn users(&self, page: Page) -> u32 {
         self.entries[page as usize].users
     }
 
-    /// What is there of `tokens`, the first `prompt` of which are a prompt.
+    /// Finds what there is of `tokens`. The first `prompt` of them are of the prompt.
     pub fn find(&self, tokens: &[u32], prompt: usize) -> PrefixMatch {
         let mut found = PrefixMatch::default();
         let (mut before, mut prompt) = (NOTHING, prompt);
@@ -162,7 +163,8 @@ impl Pages {
         found
     }
 
-    /// The page after `before` that begins most like `tokens`, the first `prompt` of which are of a prompt.
+    /// The page after content `before` that has the most leading tokens in common with `tokens`. The first `prompt` of
+    /// these are of the prompt.
     fn begins_like(&self, before: Content, tokens: &[u32], prompt: usize) -> Option<(Page, usize)> {
         let prompt = prompt.min(self.page_tokens);
         let same = |page: &Page| {
@@ -178,7 +180,7 @@ impl Pages {
         self.entries[page as usize].indexed.as_ref().map_or(NOTHING, |i| i.content)
     }
 
-    /// Another user for a page that is in use or in the index.
+    /// Adds a user to a page that is in use or in the index.
     pub fn share(&mut self, page: Page) {
         self.pin(page);
         if let Some(indexed) = &mut self.entries[page as usize].indexed {
@@ -187,8 +189,8 @@ impl Pages {
         }
     }
 
-    /// The same for who only copies from it: that is no reason to keep it in the host tier, where only whole pages are
-    /// found.
+    /// As [`share`](Self::share), for a user that only copies from the page. Such use is no reason to keep the page in
+    /// the host tier, where only full pages are looked for.
     pub fn pin(&mut self, page: Page) {
         let entry = &mut self.entries[page as usize];
         if entry.users == 0 {
@@ -197,7 +199,7 @@ impl Pages {
         entry.users += 1;
     }
 
-    /// A page for one user alone, with anything in it.
+    /// Takes a page for a single user. Its content is undefined.
     pub fn take(&mut self) -> Option<Page> {
         let page = match self.free.pop() {
             Some(page) => page,
@@ -211,7 +213,7 @@ impl Pages {
         Some(page)
     }
 
-    /// Takes a page out of the index; keeps it in the host tier, if it is worth it.
+    /// Removes a page from the index. Keeps its content in the host tier, if that is worth it.
     fn forget(&mut self, page: Page) {
         if let Some(Indexed { key, content, shared }) = self.entries[page as usize].indexed.take() {
             if shared && self.keeps {
@@ -228,8 +230,8 @@ impl Pages {
         }
     }
 
-    /// One user less. Release a sequence's pages from last to first: then what follows a page is forgotten before the
-    /// page is.
+    /// Removes a user from a page. Release a sequence's pages from last to first, so that the pages after a page are
+    /// forgotten before it.
     pub fn release(&mut self, page: Page) {
         let entry = &mut self.entries[page as usize];
         debug_assert!(entry.users > 0, "page {page} has no user to lose");
@@ -246,15 +248,16 @@ impl Pages {
         }
     }
 
-    /// Puts a page, which its user has filled with `tokens` after `before`, into the index; the first `prompt` of them
-    /// are of its prompt.
+    /// Adds a page to the index. Its user has filled it with `tokens`, which follow content `before`. The first
+    /// `prompt` of these are of the prompt.
     pub fn index(&mut self, page: Page, before: Content, tokens: &[u32], prompt: usize) -> Put {
         debug_assert_eq!(tokens.len(), self.page_tokens);
         let key = (before, tokens.into(), prompt);
         if let Some(&same) = self.index.get(&key) {
             return Put::Same(same, self.content(same));
         }
-        // One that is kept in the host tier stays what it is: what follows it is known by it.
+        // A page that is kept in the host tier keeps its content number, as the keys of the pages after it contain that
+        // number.
         let content = self.tier.content(&key).unwrap_or_else(|| {
             self.contents += 1;
             self.contents
@@ -263,7 +266,7 @@ impl Pages {
         Put::New(content)
     }
 
-    /// Where in the host tier a page is, for the plan in the making to read; none if it is on the device.
+    /// The place of a page in the host tier, which the plan in the making reads. None if the page is on the device.
     pub fn read(&mut self, place: &PageLocation) -> Option<HostPage> {
         match place {
             PageLocation::Device(_) => None,
@@ -271,7 +274,7 @@ impl Pages {
         }
     }
 
-    /// Puts a page that comes back from the host tier into the index.
+    /// Adds a page that comes back from the host tier to the index.
     pub fn restore(&mut self, page: Page, key: Key, content: Content) {
         self.insert(page, key, content, true);
     }
@@ -282,7 +285,7 @@ impl Pages {
         self.entries[page as usize].indexed = Some(Indexed { key, content, shared });
     }
 
-    /// The plan is made: what it has to save for the host tier to keep.
+    /// Ends the plan in the making. Returns the pages that it must save for the host tier to keep.
     pub fn end_plan(&mut self) -> Vec<SwapOut> {
         self.tier.end_plan();
         std::mem::take(&mut self.saves)
@@ -293,7 +296,7 @@ impl Pages {
 mod tests {
     use super::*;
 
-    /// `count` pages of 4 tokens, with `text` in the first ones.
+    /// Makes `count` pages of 4 tokens, with `text` in the first ones.
     fn with(count: u32, text: &[u32]) -> (Pages, Vec<Page>) {
         let mut pages = Pages::new(count, 2, 4);
         let mut before = NOTHING;
@@ -315,9 +318,9 @@ mod tests {
         let found = pages.find(&[1, 2, 3, 4, 5, 6, 9, 9, 9], 99);
         assert_eq!(found.pages.iter().map(|p| p.0.clone()).collect::<Vec<_>>(), [PageLocation::Device(used[0])]);
         assert_eq!(found.partial, Some((used[1], 2)));
-        // The same tokens elsewhere are another content.
+        // The same tokens at another place are another content.
         assert_eq!(pages.find(&[5, 6, 7, 8], 99), PrefixMatch::default());
-        // A page that is matched in full is shared, one short of that is begun alike.
+        // A page with one token less to match is not shared, but it begins alike.
         assert_eq!(pages.find(&[1, 2, 3], 99).partial, Some((used[0], 3)));
     }
 
@@ -350,7 +353,7 @@ mod tests {
         let page = pages.take().unwrap();
         assert!(matches!(pages.index(page, NOTHING, &[1, 2, 3, 4], 3), Put::New(_)));
         assert_eq!(pages.find(&[1, 2, 3, 4, 5], 3).pages.len(), 1);
-        // The fourth token was generated: as a prompt's it is another.
+        // The fourth token was generated. As a token of the prompt, it makes another content.
         assert_eq!(pages.find(&[1, 2, 3, 4, 5], 4), PrefixMatch { pages: vec![], partial: Some((page, 3)) });
         assert_eq!(pages.find(&[1, 2, 3, 4, 5], 2), PrefixMatch { pages: vec![], partial: Some((page, 2)) });
         assert_eq!(pages.find(&[1, 2, 3, 9], 3).partial, Some((page, 3)));
@@ -363,24 +366,24 @@ mod tests {
         let (mut pages, used) = with(3, &text);
         pages.keeps = true;
         let before = pages.find(&text, 99);
-        // The first two have two users, the third has one.
+        // The first two pages have two users, the third has one.
         used[..2].iter().for_each(|page| pages.share(*page));
         used[..2].iter().chain(used.iter().rev()).for_each(|page| pages.release(*page));
         let taken: Vec<Page> = (0..3).filter_map(|_| pages.take()).collect();
         let saves = pages.end_plan();
         assert_eq!(saves, [SwapOut { from: used[1], to: 0 }, SwapOut { from: used[0], to: 1 }]);
-        // What they hold is what it was.
+        // They still have the contents that they had.
         let found = pages.find(&text, 99);
         assert_eq!(found.pages.iter().map(|p| p.1).collect::<Vec<_>>(), [before.pages[0].1, before.pages[1].1]);
         assert!(found.pages.iter().all(|(place, _)| matches!(place, PageLocation::Host(_))));
         let (PageLocation::Host(key), content) = found.pages[1].clone() else { panic!("{found:?}") };
         assert_eq!(pages.tier.read(&key), Some(0));
         pages.restore(taken[0], key, content);
-        // What the plan reads stays; the other place goes to whom wants one.
+        // The page that the plan reads stays; the other can be taken.
         assert_eq!((pages.tier.available(), pages.tier.take(), pages.tier.take()), (1, Some(1), None));
         pages.end_plan();
         assert_eq!(pages.find(&text, 99), PrefixMatch::default());
-        // The first is computed again, as another content; it was given up everywhere.
+        // The first page's content is computed again. It gets a new number, as the old one was given up everywhere.
         assert!(
             matches!(pages.index(taken[1], NOTHING, &text[..4], 4), Put::New(content) if content > before.pages[2].1)
         );

@@ -1,99 +1,99 @@
-//! What one step of a batch does: decided by the [scheduler](super::Scheduler), executed by a
-//! [backend](super::BatchBackend).
+//! The plan of one step of a batch. The [scheduler](super::Scheduler) makes it; a [backend](super::BatchBackend)
+//! executes it.
 //!
-//! The parts of a [`Plan`] are executed in the order of its fields. Within a part, entries are independent of each
-//! other, so that one launch may do them all: no page is the target of two, and no source of one is the target of
-//! another.
+//! The parts of a [`Plan`] are executed in the order of its fields. The entries of a part are independent of each
+//! other, so one launch may do them all: no page is the target of two entries, and no entry's source is another's
+//! target.
 
 /// A page of the device's cache.
 pub type Page = u32;
 /// A page of the host tier.
 pub type HostPage = u32;
-/// Where a running sequence keeps its state on the device: its row of the page tables, its history.
+/// The number of a running sequence's place on the device, with its page table and history.
 pub type Slot = u32;
-/// A sequence, for as long as the scheduler knows it. Rising with arrival.
+/// The number of a sequence, for as long as the scheduler knows it. Numbers rise in the order of arrival.
 pub type SequenceId = u64;
 
-/// One step.
+/// The plan of one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Slots whose sequences left: finished, or preempted.
+    /// Slots whose sequences have finished or were preempted.
     pub freed: Vec<Slot>,
     /// Pages to save in the host tier.
     pub swap_out: Vec<SwapOut>,
-    /// Pages to copy on the device: a sequence goes on from a shared page that it will change.
+    /// Pages to copy on the device, for sequences that continue from a shared page and will change it.
     pub copies: Vec<PageCopy>,
-    /// Pages to bring back from the host tier: the index pairs of the token-record gather.
+    /// Pages to bring back from the host tier. These are the index pairs of the token-record gather.
     pub swap_in: Vec<SwapIn>,
-    /// Sequences that take a slot; their page tables follow in `tables`.
+    /// Sequences that get a slot. Their page tables are in `tables`.
     pub started: Vec<Started>,
-    /// Changes of page tables.
+    /// Changes to page tables.
     pub tables: Vec<TableEntry>,
-    /// The rows to run, a sequence after the other, each at rising positions.
+    /// The rows to run, sequence by sequence. A sequence's rows are at consecutive positions.
     pub work: Vec<Work>,
-    /// Most rows of the step's decoding sequences with their drafts: the operator's threshold (`gpu_kernels::ngram`).
-    /// 0: nothing drafts.
+    /// Most rows of the step's decoding sequences, drafts included: the threshold of the n-gram operator
+    /// (`gpu_kernels::ngram`). 0: no drafts.
     pub draft_threshold: u32,
 }
 
-/// Save `from` as `to`.
+/// Saves page `from` as page `to` of the host tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwapOut {
-    /// On the device.
+    /// A page on the device.
     pub from: Page,
-    /// In the host tier.
+    /// A page in the host tier.
     pub to: HostPage,
 }
 
-/// Copy `from` over `to`.
+/// Copies page `from` over page `to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageCopy {
-    /// Holds what is wanted.
+    /// The page with the wanted content.
     pub from: Page,
-    /// Belongs to one sequence alone.
+    /// A page that belongs to one sequence only.
     pub to: Page,
 }
 
-/// Bring `from` back as `to`.
+/// Brings page `from` of the host tier back as page `to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwapIn {
-    /// In the host tier.
+    /// A page in the host tier.
     pub from: HostPage,
-    /// On the device.
+    /// A page on the device.
     pub to: Page,
 }
 
-/// A sequence takes a slot.
+/// A sequence that gets a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Started {
-    /// Which.
+    /// The slot.
     pub slot: Slot,
-    /// Whose.
+    /// The sequence.
     pub sequence: SequenceId,
 }
 
-/// Entry `index` of the slot's page table becomes `page`.
+/// Sets entry `index` of a slot's page table to `page`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableEntry {
-    /// Whose table.
+    /// The slot of the table.
     pub slot: Slot,
-    /// Tokens `index * page_tokens` and on.
+    /// The entry for the tokens from `index * page_tokens` on.
     pub index: u32,
-    /// Where they are.
+    /// The page with these tokens.
     pub page: Page,
 }
 
-/// Rows of one sequence.
+/// The rows of one sequence in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// Whose.
+    /// The slot of the sequence.
     pub slot: Slot,
     /// Position of the first row.
     pub start: u32,
-    /// Rows of known tokens: a chunk of the prompt, or the newest token.
+    /// Number of rows, without drafts: a chunk of the prompt, or the newest token.
     pub rows: u32,
-    /// Whether the last of them is the newest token, so that the token after it is chosen.
+    /// Whether the last of these rows is the newest token. The next token is then chosen from it.
     pub samples: bool,
-    /// Most drafts that may follow the newest token; the page table covers their positions.
+    /// Most drafts that may follow the newest token. The page table covers their positions.
     pub most_drafts: u32,
 }

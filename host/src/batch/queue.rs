@@ -1,34 +1,34 @@
-//! Requests in line for the devices.
+//! The queue of requests for the devices.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::Duration;
 
-/// Requests that stand in line at most.
+/// Most requests in the line.
 const LINE: usize = 1024;
 
-/// First come, first served, while there may be more. Once all are in, those that may have the longest answers go
-/// first: the devices would otherwise end with a few long ones, and so with steps that are hardly cheaper than full
-/// ones (longest processing time first: Graham, 1969, "Bounds on multiprocessing timing anomalies").
+/// A queue of requests. While more may come, the first is served first. Once all have come, those with the longest
+/// possible answers go first. The devices would otherwise end with a few long answers, in steps that are hardly cheaper
+/// than full ones (longest processing time first: Graham, 1969, "Bounds on multiprocessing timing anomalies").
 pub struct Queue<T> {
-    /// Where more come from; none once all are in.
+    /// The source of requests. None once all have come.
     more: Option<Receiver<T>>,
     line: VecDeque<T>,
-    /// How long one may take.
+    /// How long a request may take.
     length: fn(&T) -> usize,
 }
 
 impl<T> Queue<T> {
-    /// A line of those that come, which may take as long as `length` says.
+    /// A queue of the requests that `more` brings. `length` says how long a request may take, in any unit.
     pub fn new(more: Receiver<T>, length: fn(&T) -> usize) -> Self {
         Self { more: Some(more), line: VecDeque::new(), length }
     }
 
-    /// The next one; if there is none yet, it waits for one so long.
+    /// Takes the next request. If there is none yet, waits for one, but no longer than `patience`.
     ///
     /// # Errors
-    /// None came in that time; or, as disconnected, there are no more.
+    /// Timeout: none came in that time. Disconnected: there are no more.
     pub fn next(&mut self, patience: Duration) -> Result<T, RecvTimeoutError> {
         self.fill();
         if let Some(next) = self.line.pop_front() {
@@ -37,7 +37,7 @@ impl<T> Queue<T> {
         self.more.as_ref().map_or(Err(RecvTimeoutError::Disconnected), |more| more.recv_timeout(patience))
     }
 
-    /// Takes in what has come.
+    /// Moves what has come into the line.
     fn fill(&mut self) {
         while self.line.len() < LINE
             && let Some(more) = &self.more

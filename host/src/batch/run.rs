@@ -1,4 +1,4 @@
-//! The batch engine: requests in, answers out, a step at a time.
+//! The batch engine: takes requests and returns answers, step by step.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -17,47 +17,47 @@ use crate::draft::Draft;
 use crate::engine::Text;
 use crate::{Error, Finish, LoadOptions, Progress, Request};
 
-/// How a batch runs; what is none is for the device to say.
+/// How a batch runs. The device decides what is none here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchOptions {
-    /// Most sequences that generate at once.
+    /// Most sequences that generate at the same time.
     pub sequences: Option<u32>,
     /// Most rows of a step.
     pub rows: Option<u32>,
-    /// Tokens that the cache holds, of all sequences together.
+    /// Tokens that the cache holds, for all sequences together.
     pub cache_tokens: Option<usize>,
     /// Tokens that the host tier holds.
     pub swap_tokens: Option<usize>,
-    /// Who proposes drafts, if anyone.
+    /// How drafts are made. None: no drafts.
     pub draft: Option<Draft>,
-    /// Drafts are tried while a step has fewer rows than this.
+    /// A step has drafts only while it has fewer rows than this.
     pub draft_rows: u32,
-    /// Full pages that a step has to read for them to be [packed](gpu_kernels::packed): 0 for always, `usize::MAX` for
-    /// never.
+    /// [Packing](gpu_kernels::packed) of pages begins when a step has to read this many full pages. 0: always;
+    /// `usize::MAX`: never.
     pub packed_pages: Option<usize>,
-    /// How long a step waits for masks of forms, beyond the pass that they are for, before it goes on without those
-    /// that lack. Where nothing is said, a card does not wait; the emulator, whose passes and masks are made by the
-    /// same threads, waits for all.
+    /// How long a step waits for masks after the pass that they are for has ended. Then it goes on without the missing
+    /// ones. By default a card does not wait. The emulator waits for all masks, because the same threads make them and
+    /// run its passes.
     pub mask_wait: Option<Duration>,
 }
 
 impl BatchOptions {
-    /// Rows of a step up to which drafts are worth a try, where nothing is said: a decode step costs the same from 1
-    /// row to these.
+    /// The default for the rows of a step below which it has drafts. A decode step of this many rows costs the same as
+    /// one of a single row.
     pub const DRAFT_ROWS: u32 = gpu_kernels::step::MAX_DECODE_ROWS;
     /// Most sequences that a step has room for on any device.
     pub const MOST_SEQUENCES: u32 = gpu_kernels::batched::MAX_BATCHED_ROWS;
-    /// Sequences at once on the CPU, where nothing is said.
+    /// Default for sequences at the same time, on the CPU.
     const CPU_SEQUENCES: u32 = 32;
-    /// Rows of a step on the CPU: its GEMMs are in blocks of 64.
+    /// Default for rows of a step, on the CPU, whose GEMMs are in blocks of 64.
     const CPU_ROWS: u32 = 128;
-    /// Rows of a step of a draft model: what it reads of a text at once.
+    /// Rows of a step of a draft model, which is how much of a text it reads at once.
     const DRAFTER_ROWS: u32 = 2048;
-    /// Bytes of the CPU's cache, where nothing is said.
+    /// Default for bytes of the cache, on the CPU.
     const CPU_CACHE: usize = 1 << 30;
 
-    /// Those of the batch of a draft model, which reads along for every sequence that may draft at once, with a cache
-    /// of so many tokens.
+    /// The options for the batch of a draft model, which follows every sequence that may draft at the same time. Its
+    /// cache holds `cache_tokens` tokens.
     pub(super) fn of_drafter(&self, cache_tokens: Option<usize>) -> Self {
         Self {
             sequences: Some(self.draft_rows.min(self.sequences.unwrap_or(self.draft_rows)).max(1)),
@@ -71,7 +71,7 @@ impl BatchOptions {
         }
     }
 
-    /// The limits of a CPU.
+    /// The limits of a batch on the CPU.
     pub(super) fn cpu_limits(&self, config: &Config, context: usize) -> Limits {
         let sequences = self.sequences.unwrap_or(Self::CPU_SEQUENCES).clamp(1, Self::MOST_SEQUENCES);
         let one = context.div_ceil(PAGE_TOKENS);
@@ -96,34 +96,35 @@ impl BatchOptions {
     }
 }
 
-/// A request with a name.
+/// A request for a batch.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// What the caller knows it by.
+    /// The caller's number for the job.
     pub id: u64,
-    /// What is wanted; its `draft` is not looked at, since the batch drafts as a whole.
+    /// The request. Its `draft` is ignored, because drafting is set for the whole batch.
     pub request: Request,
-    /// Log-probabilities of each token, and of so many likeliest ones.
+    /// How many of the likeliest tokens are wanted with log-probabilities, beside each chosen token. None: no
+    /// log-probabilities.
     pub logprobs: Option<u32>,
 }
 
 /// A finished job.
 #[derive(Debug)]
 pub struct Done {
-    /// Which.
+    /// The caller's number for the job.
     pub id: u64,
-    /// What came of it: an error is of this job alone.
+    /// Its answer. An error concerns only this job.
     pub answer: Result<Answer, Error>,
 }
 
-/// An answer.
+/// The answer to a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     /// The text, without end tokens and stop texts.
     pub text: String,
-    /// Every generated token, an end token included.
+    /// All generated tokens, an end token included.
     pub tokens: Vec<u32>,
-    /// For each of `tokens`, if they were asked for.
+    /// The log-probabilities for each of `tokens`, if they were asked for.
     pub logprobs: Vec<Logprobs>,
     /// Why it ended.
     pub finish: Finish,
@@ -131,37 +132,37 @@ pub struct Answer {
     pub prompt_tokens: usize,
 }
 
-/// How a batch is going.
+/// What a batch has done so far, and its present state.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Metrics {
     /// Tokens of the prompts of finished jobs.
     pub prompt_tokens: u64,
-    /// Tokens generated, of finished jobs and others.
+    /// Tokens generated, in jobs finished and unfinished.
     pub generated_tokens: u64,
-    /// Drafts tried.
+    /// Drafts that were tried.
     pub drafted: u64,
-    /// Drafts confirmed.
+    /// Drafts that were confirmed.
     pub accepted: u64,
-    /// Those of a model among them.
+    /// The share of a draft model or head in these drafts.
     pub by_model: Drafted,
-    /// Choices: rows that brought a token without a draft before it.
+    /// Times that a sequence's next tokens were chosen. Each gives one token, and one more for each right draft.
     pub choices: u64,
-    /// Sequences running now.
+    /// Sequences that run at present.
     pub running: usize,
-    /// Pages of the cache in use now.
+    /// Pages of the cache that are in use at present.
     pub pages_in_use: usize,
-    /// Pages of the cache.
+    /// Pages of the cache in all.
     pub pages: u32,
     /// What the scheduler counted.
     pub counts: Counts,
-    /// In steps.
+    /// Time spent in [`Batch::step`].
     pub busy: Duration,
-    /// In which the device had nothing to do between steps.
+    /// Time in which the device had nothing to do between steps.
     pub idle: Duration,
 }
 
 impl Metrics {
-    /// These and those of another device.
+    /// The sums of these and those of another device.
     pub fn and(self, other: Self) -> Self {
         let (a, b) = (self.counts, other.counts);
         Self {
@@ -191,12 +192,12 @@ impl Metrics {
     }
 }
 
-/// Runs jobs on a device.
+/// Runs jobs on one device.
 pub struct Batch {
     checkpoint: Checkpoint,
     backend: Box<dyn BatchBackend>,
     steps: Steps,
-    /// Those that have not ended.
+    /// The jobs that have not ended.
     jobs: HashMap<SequenceId, Active>,
     metrics: Metrics,
 }
@@ -211,7 +212,7 @@ struct Active {
 }
 
 impl Batch {
-    /// Loads `checkpoint`; `progress` is told the bytes.
+    /// Loads `checkpoint` for a batch. `progress` is called with the bytes loaded so far and in all.
     ///
     /// # Errors
     /// As [`crate::Engine::load`].
@@ -231,7 +232,7 @@ impl Batch {
         let contexts = load.batch_contexts(&checkpoint.config, options.cache_tokens)?;
         let backend: Box<dyn BatchBackend> = match load.device.open(&load.options)? {
             Some(device) => {
-                // The emulator would take all of the host's memory.
+                // The emulator would take all of the host's memory for a long context, so it gets the shortest.
                 let contexts = if device.is_emulator() { &contexts[contexts.len() - 1..] } else { &contexts };
                 Box::new(GpuBatch::load(&checkpoint, draft, &device, contexts, options, progress)?)
             }
@@ -247,7 +248,7 @@ impl Batch {
         Ok(Self::with_backend(checkpoint, backend))
     }
 
-    /// Runs on `backend`, which was made for `checkpoint`.
+    /// Makes a batch that runs on `backend`, which must have been made for `checkpoint`.
     pub fn with_backend(checkpoint: Checkpoint, backend: Box<dyn BatchBackend>) -> Self {
         Self {
             checkpoint,
@@ -258,7 +259,7 @@ impl Batch {
         }
     }
 
-    /// What it runs on, for a person.
+    /// The name of the device, for a person to read.
     pub fn device(&self) -> String {
         self.backend.device()
     }
@@ -268,17 +269,17 @@ impl Batch {
         self.backend.limits().context
     }
 
-    /// Whether to submit more, so that no step has less to do than it could.
+    /// Whether more jobs should be submitted, so that no step has less to do than it could.
     pub fn has_room(&self) -> bool {
         self.steps.scheduler().has_room()
     }
 
-    /// Whether everything submitted is finished.
+    /// Whether all submitted jobs are finished.
     pub fn is_idle(&self) -> bool {
         self.jobs.is_empty()
     }
 
-    /// How it is going.
+    /// What the batch has done so far, and its present state.
     pub fn metrics(&self) -> Metrics {
         let scheduler = self.steps.scheduler();
         Metrics {
@@ -290,10 +291,11 @@ impl Batch {
         }
     }
 
-    /// Takes on a job.
+    /// Adds a job.
     ///
     /// # Errors
-    /// A prompt that is empty or does not fit, or a setting out of range. The batch goes on without the job.
+    /// The prompt is empty, does not fit or has a token outside the vocabulary, or a setting is out of range. The batch
+    /// goes on without the job.
     pub fn submit(&mut self, job: Job) -> Result<(), Error> {
         let request = &job.request;
         if request.prompt.is_empty() {
@@ -317,17 +319,17 @@ impl Batch {
         Ok(())
     }
 
-    /// A [step](Steps::step): the jobs that it finished.
+    /// Runs a [step](Steps::step) and returns the jobs that it finished.
     ///
     /// # Errors
-    /// A device error; the batch cannot go on.
+    /// A device error. The batch cannot go on.
     pub fn step(&mut self) -> Result<Vec<Done>, Error> {
         let begun = Instant::now();
         let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
         let outcomes = self.steps.step(&mut *self.backend, &mut Jobs { active: &self.jobs, end_tokens })?;
         let mut done = Vec::new();
         for (id, outcome) in outcomes {
-            // None, if it ended in the step before.
+            // None if the sequence has ended in the step before.
             let Some(active) = self.jobs.get_mut(&id) else { continue };
             let metrics = &mut self.metrics;
             metrics.generated_tokens += outcome.tokens.len() as u64;
@@ -353,7 +355,7 @@ impl Batch {
     }
 }
 
-/// What backends are told of jobs.
+/// What backends need to know about jobs.
 struct Jobs<'j> {
     active: &'j HashMap<SequenceId, Active>,
     end_tokens: &'j [u32],
@@ -375,7 +377,7 @@ impl Sequences for Jobs<'_> {
 }
 
 impl Active {
-    /// Takes in the next tokens. Why it ends, if it does.
+    /// Adds the next tokens to the answer. Returns why the answer ends, if it does.
     fn take(&mut self, outcome: Outcome, end_tokens: &[u32]) -> Option<Finish> {
         let mut logprobs = outcome.logprobs.into_iter();
         for token in outcome.tokens {

@@ -1,27 +1,30 @@
-//! Which rows run in a step, and where every page is: continuous batching that knows no device.
+//! Continuous batching: decides which rows run in a step and where every page is. Knows nothing of the device.
 //!
 //! Sequences are served in the order in which they came:
 //!
-//! 1. Each running sequence that has only its newest token to run gets one row. If it needs a page and there is none,
-//!    the running sequence that came last is preempted: its pages go to the host tier, or are given up and computed
-//!    again later, whichever is cheaper by the backend's [`Costs`]. It keeps its place in the order of arrival.
-//! 2. The rows that are left go to prompts, in chunks of whatever fits (chunked prefill: Agrawal et al., 2024, "Taming
+//! 1. Each running sequence with only its newest token to run gets one row. If it needs a page and there is none, the
+//!    running sequence that came last is preempted. The pages of that sequence go to the host tier, or are given up and
+//!    computed again later, whichever is cheaper by the backend's [`Costs`]. The preempted sequence keeps its place in
+//!    the order of arrival.
+//! 2. The remaining rows go to prompts, in chunks of whatever fits (chunked prefill: Agrawal et al., 2024, "Taming
 //!    Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve").
-//! 3. If nobody was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens and
-//!    one more page for each running sequence. What the page index has of their text is shared (Kwon et al., 2023,
-//!    "Efficient Memory Management for Large Language Model Serving with PagedAttention"); of a page that matches only
-//!    in part, a copy is made. A sequence whose prompt begins like one that is being read in waits for it. Where the
-//!    limits say so, a few, and what is left of one, wait for more, to be read in together; and some start before they
-//!    may generate, if there are pages for all at their greatest length. Pages that several have used come back from
-//!    the host tier, if they had to leave the device.
-//! 4. Drafts get what is left of the draft budget, and no page that another sequence would be preempted for.
+//! 3. If no sequence was preempted, waiting sequences start while there are slots, rows, and pages for all their tokens
+//!    and one more page for each running sequence.
+//!    - Pages that the page index has for their text are shared (Kwon et al., 2023, "Efficient Memory Management for
+//!      Large Language Model Serving with PagedAttention"). If a page matches only in part, it is copied. Pages that
+//!      several sequences have used come back from the host tier, if they had to leave the device.
+//!    - A sequence whose prompt begins like one that is being read waits for that.
+//!    - If the limits say so, few waiting prompts, and what is left of a prompt, wait for more, to be read together.
+//!      And some sequences start before they may generate, if there are pages for all sequences at their greatest
+//!      length.
+//! 4. Drafts get the rest of the draft budget, but no page for which another sequence would be preempted.
 //!
-//! The next step may be planned while one is under way, see [`Scheduler::foresee`]: then its outcome is known but for
-//! the tokens themselves, which nothing here depends on before their pages are full.
+//! The next step may be planned while one is under way: see [`Scheduler::foresee`]. All of that step's outcome is then
+//! known except the tokens themselves, and the scheduler needs a token's value only when its page is full.
 //!
-//! Nothing starves: the sequence that came first among the running ones is never preempted, so it ends; nobody who came
-//! later starts while the first in line waits for pages; with nothing running, the first in line fits; and whoever
-//! waits for others waits until then at most.
+//! No sequence starves. The running sequence that came first is never preempted, so it ends. While the first in line
+//! waits for pages, no later one starts. If nothing runs, the first in line fits. And a sequence that waits for others
+//! waits at most until then.
 
 mod admission;
 
@@ -32,10 +35,10 @@ use super::limits::{Costs, Counts, Limits};
 use super::pages::{Content, NOTHING, Pages, Put};
 use super::plan::{HostPage, Page, Plan, SequenceId, Slot, SwapOut, TableEntry, Work};
 
-/// What a sequence's rows of a step brought.
+/// The result of a step for one sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Advance {
-    /// Whose: of a [`Work`] that samples.
+    /// The slot of the sequence. It had a [`Work`] that samples.
     pub slot: Slot,
     /// The next tokens, at least one.
     pub tokens: Vec<u32>,
@@ -47,37 +50,37 @@ struct Placed {
     known: Known,
     slot: Slot,
     pages: Vec<Page>,
-    /// The content up to the end of each page that is in the index, from the first.
+    /// For each page that is in the index, from the first on: the content up to its end.
     contents: Vec<Content>,
 }
 
-/// A sequence that has none: new, or preempted.
+/// A sequence without a slot: new, or preempted.
 #[derive(Clone, Debug)]
 struct Waiting {
     known: Known,
-    /// Saved pages, which hold the first `known.computed` tokens.
+    /// Pages saved in the host tier. They hold the first `known.computed` tokens.
     saved: Vec<HostPage>,
 }
 
-/// What is known of a sequence wherever it is.
+/// The part of a sequence's state that does not depend on whether it runs.
 #[derive(Clone, Debug)]
 struct Known {
     tokens: Vec<u32>,
-    /// How many of them are the prompt; where that makes no difference, more than there will ever be.
+    /// How many of these tokens are the prompt. If prompts are not computed differently, `usize::MAX`.
     prompt: usize,
     max_length: usize,
-    /// Tokens whose keys and values are in its pages.
+    /// Tokens whose keys and values are in the pages of the sequence.
     computed: usize,
 }
 
 impl Known {
-    /// Tokens to run before the next one can be chosen, the newest included.
+    /// Tokens to run before the next token can be chosen, the newest token included.
     fn left(&self) -> usize {
         self.tokens.len() - self.computed
     }
 }
 
-/// In place of a token that is being chosen.
+/// Stands for a token that is still being chosen.
 const UNKNOWN: u32 = u32::MAX;
 
 /// The scheduler.
@@ -90,26 +93,26 @@ pub struct Scheduler {
     waiting: BTreeMap<SequenceId, Waiting>,
     running: BTreeMap<SequenceId, Placed>,
     arrivals: SequenceId,
-    /// What the next plan begins with: slots that were given up since the last one.
+    /// Slots that were given up since the last plan. The next plan begins with them.
     freed: Vec<Slot>,
     /// Tables that changed since the last plan.
     tables: Vec<TableEntry>,
-    /// The last plan's work, with whose it is.
+    /// The work of the last plan, with its sequences.
     work: Vec<(SequenceId, Work)>,
-    /// Of a foreseen step: the sequences whose newest token is [`UNKNOWN`], and their slots in it.
+    /// If a step was foreseen: the sequences whose newest token is [`UNKNOWN`], and their slots in that step.
     foreseen: Option<Vec<(SequenceId, Slot)>>,
     /// Whether drafts are likely to be worth their rows.
     drafting: bool,
-    /// Tokens that sequences would have had, had they not waited for others since prompts last went on.
+    /// Tokens that sequences have missed, since prompts last went on, by waiting for others.
     missed: usize,
     counts: Counts,
 }
 
 impl Scheduler {
-    /// An empty one.
+    /// A scheduler without sequences.
     ///
     /// # Panics
-    /// If `limits` contradict each other: that is a mistake in the caller's code.
+    /// If `limits` contradict each other: a bug of the caller.
     pub fn new(limits: Limits, costs: Costs) -> Self {
         assert!(limits.sequences > 0 && limits.rows >= limits.sequences, "a row for each sequence: {limits:?}");
         assert!(limits.page_tokens > 0, "empty pages: {limits:?}");
@@ -134,10 +137,11 @@ impl Scheduler {
         scheduler
     }
 
-    /// A sequence joins the line: to be continued after `prompt`, to at most `max_length` tokens in all.
+    /// Adds a sequence to the line. It continues `prompt` up to at most `max_length` tokens in all.
     ///
     /// # Panics
-    /// If the prompt is empty or longer than `max_length - 1`, or `max_length` than the context.
+    /// If the prompt is empty or has more than `max_length - 1` tokens, or `max_length` exceeds the context: a bug of
+    /// the caller.
     pub fn add(&mut self, prompt: Vec<u32>, max_length: usize) -> SequenceId {
         assert!(!prompt.is_empty() && prompt.len() < max_length && max_length <= self.limits.context);
         let id = self.arrivals;
@@ -148,62 +152,63 @@ impl Scheduler {
         id
     }
 
-    /// Sequences that wait.
+    /// Number of sequences that wait.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Sequences that run.
+    /// Number of sequences that run.
     pub fn running(&self) -> usize {
         self.running.len()
     }
 
-    /// Whether to add more, so that no step has less to do than it could: for all slots, and for those that are free
-    /// after a step. What waits here beyond that, another device might have begun.
+    /// Whether more sequences should be added, so that no step has less to do than it could: enough for all slots, and
+    /// for those that become free after a step. A sequence that waits here beyond that could have begun on another
+    /// device.
     pub fn has_room(&self) -> bool {
         let slots = self.limits.sequences as usize;
         self.running.len() + self.waiting.len() < slots + slots.div_ceil(8)
     }
 
-    /// Pages that sequences use.
+    /// Number of pages that sequences use.
     pub fn pages_in_use(&self) -> usize {
         self.pages.count() - self.pages.available()
     }
 
-    /// Pages of the host tier that no preempted sequence has saved anything in.
+    /// Pages of the host tier in which no preempted sequence has saved anything.
     pub fn free_host_pages(&self) -> usize {
         self.pages.tier.unsaved()
     }
 
-    /// Who gets tokens by the last plan, in order, until that is [foreseen](Self::foresee) or
+    /// The sequences that get tokens by the last plan, in order. Valid until the plan is [foreseen](Self::foresee) or
     /// [advanced](Self::advance).
     pub fn sampling(&self) -> impl Iterator<Item = SequenceId> {
         self.work.iter().filter(|(_, work)| work.samples).map(|(id, _)| *id)
     }
 
-    /// How it went so far.
+    /// What was counted so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// New measurements.
+    /// Sets newly measured costs.
     pub fn set_costs(&mut self, costs: Costs) {
         self.costs = costs;
-        // Out and back against running its tokens.
+        // A page is worth keeping if saving it and bringing it back costs no more than computing its tokens.
         self.pages.keeps = costs.swap_page <= costs.row * self.limits.page_tokens as f64;
     }
 
-    /// Whether drafts of the steps that follow are likely to be worth their rows, where there is room for them.
+    /// Sets whether drafts of the next steps are likely to be worth their rows, if there is room for them.
     pub fn set_drafting(&mut self, drafting: bool) {
         self.drafting = drafting;
     }
 
-    /// Whether pages of the host tier may be wanted before long.
+    /// Whether pages of the host tier may be needed soon.
     pub fn may_want_host_pages(&self) -> bool {
         self.pages.may_want_tier()
     }
 
-    /// The host tier has so many pages by now, no fewer than before.
+    /// Raises the number of host-tier pages to `count`. They never become fewer.
     pub fn set_host_pages(&mut self, count: u32) {
         self.pages.tier.grow(count);
     }
@@ -212,12 +217,12 @@ impl Scheduler {
         self.running.get(&id).map(|r| &r.known).or_else(|| self.waiting.get(&id).map(|w| &w.known))
     }
 
-    /// The tokens of a sequence, prompt and answer; of a foreseen one that is not known yet, any.
+    /// The tokens of a sequence, prompt and answer. A foreseen token whose value is not known yet has any value.
     pub fn tokens(&self, id: SequenceId) -> Option<&[u32]> {
         self.known(id).map(|known| known.tokens.as_slice())
     }
 
-    /// The next step. It has work unless nothing runs and nothing waits.
+    /// Plans the next step. The plan has work unless no sequence runs or waits.
     pub fn plan(&mut self) -> Plan {
         let mut plan = Plan {
             freed: std::mem::take(&mut self.freed),
@@ -250,11 +255,11 @@ impl Scheduler {
         plan
     }
 
-    /// A row for each sequence that has but its newest token to run, and a page for it.
+    /// Gives each sequence with only its newest token to run a row, and a page for it.
     fn decode(&mut self, plan: &mut Plan, step: &mut Step) {
         let ids: Vec<SequenceId> = self.running.keys().copied().collect();
         for id in ids {
-            // Preempted for one before it, or still reading its prompt.
+            // Skipped if it was preempted for an earlier one, or if its prompt is still being read.
             if self.running.get(&id).is_none_or(|r| r.known.left() > 1) {
                 continue;
             }
@@ -276,7 +281,8 @@ impl Scheduler {
         }
     }
 
-    /// Makes the page table reach over the first `rows` tokens that are not computed. False if a page is lacking.
+    /// Extends the page table over the first `rows` tokens that are not computed. Returns false if there are too few
+    /// pages.
     fn cover(&mut self, id: SequenceId, rows: usize, plan: &mut Plan) -> bool {
         let Some(sequence) = self.running.get_mut(&id) else { return false };
         let wanted = (sequence.known.computed + rows).div_ceil(self.limits.page_tokens);
@@ -288,7 +294,7 @@ impl Scheduler {
         true
     }
 
-    /// Takes a running sequence's slot and pages.
+    /// Takes the slot and the pages from a running sequence.
     fn preempt(&mut self, id: SequenceId, plan: &mut Plan) {
         let Placed { mut known, slot, pages, .. } = self.running.remove(&id).expect("only who runs is preempted");
         let used = known.computed.div_ceil(self.limits.page_tokens);
@@ -303,7 +309,7 @@ impl Scheduler {
             known.computed = 0;
             self.counts.dropped += 1;
         }
-        // Entries of this plan that the backend need not see.
+        // The backend need not see entries of this plan for the slot.
         plan.tables.retain(|entry| entry.slot != slot);
         plan.freed.push(slot);
         self.give_up(slot, &pages);
@@ -317,7 +323,7 @@ impl Scheduler {
         }
     }
 
-    /// Chunks for the prompts that are being read in.
+    /// Gives rows to the prompts that are partly read.
     fn prefill(&mut self, step: &mut Step) {
         for (&id, sequence) in &self.running {
             if sequence.known.left() > 1 && step.reads() {
@@ -326,12 +332,12 @@ impl Scheduler {
         }
     }
 
-    /// Lets decoding sequences draft, if the step has rows to spare.
+    /// Lets decoding sequences draft, if the step has room for more rows.
     fn draft(&mut self, plan: &mut Plan, step: &mut Step) {
         let decoding = step.work.iter().filter(|(_, work)| work.samples && work.rows == 1).count() as u32;
         let others: u32 = step.work.iter().map(|(_, work)| work.rows).sum::<u32>() - decoding;
         let threshold = self.limits.draft_rows.min(self.limits.rows).saturating_sub(others);
-        // Drafts continue tokens, which have to be known.
+        // Drafts follow known tokens only.
         if self.limits.drafts == 0
             || !self.drafting
             || self.foreseen.is_some()
@@ -345,7 +351,7 @@ impl Scheduler {
         for (id, work) in step.work.iter_mut().filter(|(_, work)| work.samples && work.rows == 1) {
             let Some(sequence) = self.running.get(id) else { continue };
             let known = &sequence.known;
-            // One token comes without a draft.
+            // One of the tokens up to `max_length` comes without a draft.
             let most = (known.max_length - known.tokens.len() - 1).min((threshold - decoding) as usize);
             let most = most.min(self.limits.drafts as usize);
             let room = (sequence.pages.len() + spare) * self.limits.page_tokens - known.tokens.len();
@@ -358,12 +364,12 @@ impl Scheduler {
         }
     }
 
-    /// Takes in what a step brought, the oldest one that was planned and not advanced: an [`Advance`] for each [`Work`]
-    /// that samples, in order. Then [`finish`](Self::finish) what has ended: a sequence of `max_length` tokens must be,
-    /// unless the step was foreseen.
+    /// Takes the result of the oldest step that was planned and not advanced: an [`Advance`] for each [`Work`] that
+    /// samples, in order. Then call [`finish`](Self::finish) for each sequence that has ended. A sequence that has
+    /// `max_length` tokens must be finished, unless the step was foreseen.
     ///
     /// # Panics
-    /// If an advance is missing or is not of the plan: that is a mistake in the caller's code.
+    /// If an advance is missing or does not belong to the plan: a bug of the caller.
     pub fn advance(&mut self, advances: &[Advance]) {
         let mut advances = advances.iter();
         let mut tokens_of = |slot: Slot| {
@@ -392,8 +398,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes in that the last planned step brings nothing to these slots, whose tokens could not be chosen in time: the
-    /// row that each would have been chosen from runs again in the next step. Comes before that plan is
+    /// Notes that the last planned step brings no tokens to these slots, since they could not be chosen in time. The
+    /// row from which each would have been chosen runs again in the next step. Call this before that plan is
     /// [foreseen](Self::foresee) or [advanced](Self::advance).
     pub fn put_off(&mut self, slots: &[Slot]) {
         for (_, work) in self.work.iter_mut().filter(|(_, work)| work.samples && slots.contains(&work.slot)) {
@@ -402,12 +408,13 @@ impl Scheduler {
         }
     }
 
-    /// Takes in that the planned step is under way, before it is known which tokens it brings, so that the next one can
-    /// be planned; its [`advance`](Self::advance) comes after that plan. Every work that samples brings one token then,
-    /// and a sequence that has `max_length` tokens with it is finished. One that turns out to have ended earlier may
-    /// have a row in the next plan, and what that brings is nobody's.
+    /// Takes the planned step as under way before its tokens are known, so that the next step can be planned. The
+    /// [`advance`](Self::advance) of this step comes after the plan of the next. A foreseen step brings one token for
+    /// every work that samples, and a sequence that then has `max_length` tokens is finished here. A sequence that
+    /// turns out to have ended earlier may have a row in the next plan, whose result belongs to no sequence.
     ///
-    /// False if it cannot be foreseen: sequences draft, or may soon, or the step before has not been advanced.
+    /// Returns false if the step cannot be foreseen: sequences draft or may soon, or the step before has not been
+    /// advanced.
     pub fn foresee(&mut self) -> bool {
         let fit = self.limits.drafts > 0 && self.running.len() < self.limits.draft_rows as usize;
         let drafts = self.drafting && fit;
@@ -428,9 +435,9 @@ impl Scheduler {
         true
     }
 
-    /// A sequence's rows have run, or are about to, and bring `tokens`.
+    /// Takes note that a sequence's rows have run, or are about to, and bring `tokens`.
     fn take_in(&mut self, id: SequenceId, work: Work, tokens: &[u32]) {
-        // Ended since it was planned.
+        // The sequence may have ended since the step was planned.
         let Some(Placed { known, .. }) = self.running.get_mut(&id) else { return };
         known.computed = (work.start + work.rows) as usize;
         if work.samples {
@@ -441,7 +448,8 @@ impl Scheduler {
         self.index(id);
     }
 
-    /// Puts the pages that a sequence has filled into the index. Where the same is there already, that is used instead.
+    /// Puts the pages that a sequence has filled into the index. If the index has a page with the same content, the
+    /// sequence uses that page instead.
     fn index(&mut self, id: SequenceId) {
         let Some(Placed { known, slot, pages, contents }) = self.running.get_mut(&id) else { return };
         let size = self.limits.page_tokens;
@@ -462,7 +470,7 @@ impl Scheduler {
         }
     }
 
-    /// A sequence has ended, or is wanted no longer.
+    /// Ends a sequence, because it is complete or no longer wanted.
     pub fn finish(&mut self, id: SequenceId) {
         if let Some(Placed { slot, pages, .. }) = self.running.remove(&id) {
             self.tables.retain(|entry| entry.slot != slot);
@@ -478,11 +486,11 @@ impl Scheduler {
 #[derive(Default)]
 struct Step {
     rows_left: u32,
-    /// Of these, rows that may be prompts'.
+    /// How many of these rows may be rows of prompts.
     prompt_rows_left: u32,
     preempted: bool,
     work: Vec<(SequenceId, Work)>,
-    /// Sources of copies: not to be used for anything else in this step.
+    /// Sources of copies, which must not be used for anything else in this step.
     sources: Vec<Page>,
 }
 
@@ -492,13 +500,13 @@ impl Step {
         self.rows_left.min(self.prompt_rows_left) > 0
     }
 
-    /// As much of what a sequence has left as there is room for, as rows of prompts.
+    /// Adds as many of a sequence's remaining rows as there is room for, as rows of prompts.
     fn read(&mut self, id: SequenceId, sequence: &Placed) {
         let rows = sequence.known.left().min(self.prompt_rows_left as usize);
         self.prompt_rows_left -= self.push(id, sequence, rows);
     }
 
-    /// As many of a sequence's next `rows` rows as there is room for: so many.
+    /// Adds as many of a sequence's next `rows` rows as there is room for. Returns how many.
     fn push(&mut self, id: SequenceId, sequence: &Placed, rows: usize) -> u32 {
         let rows = rows.min(self.rows_left as usize) as u32;
         self.rows_left -= rows;

@@ -1,48 +1,49 @@
-//! The loop of a batch: the scheduler's plans, executed by a backend, each begun while the one before it is under way.
+//! The loop of a batch. A backend executes the scheduler's plans; each step is planned and begun while the one before
+//! runs.
 
 use super::backend::{BatchBackend, Outcome, Start};
 use super::plan::{Plan, SequenceId};
 use super::scheduler::{Advance, Scheduler};
 use crate::Error;
 
-/// Who knows the sequences that run.
+/// Knows the requests behind the sequences.
 pub trait Sequences {
-    /// What a backend needs to know of a sequence that takes a slot with these tokens.
+    /// What a backend needs to know about sequence `id`, which gets a slot and has these tokens so far.
     fn start<'a>(&'a self, id: SequenceId, tokens: &'a [u32]) -> Start<'a>;
 
-    /// Is told each plan before it is begun.
+    /// Called with each plan before it is begun.
     fn planned(&mut self, _plan: &Plan) {}
 }
 
-/// A scheduler with the step that is under way.
+/// A scheduler, with the step that is under way.
 pub struct Steps {
     scheduler: Scheduler,
-    /// Of a step that was begun and has not ended: whose outcomes it brings, in order.
+    /// If a step was begun and has not ended: the sequences whose outcomes it will bring, in order.
     under_way: Option<Vec<SequenceId>>,
 }
 
 impl Steps {
-    /// For `backend`.
+    /// Makes a scheduler with the limits and costs of `backend`.
     pub fn new(backend: &dyn BatchBackend) -> Self {
         Self { scheduler: Scheduler::new(backend.limits(), backend.costs()), under_way: None }
     }
 
-    /// What is known of the sequences.
+    /// The scheduler.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
     }
 
-    /// As [`Scheduler::add`].
+    /// Adds a sequence, as [`Scheduler::add`].
     pub fn add(&mut self, prompt: Vec<u32>, max_length: usize) -> SequenceId {
         self.scheduler.add(prompt, max_length)
     }
 
-    /// As [`Scheduler::finish`]: a sequence that a step has brought to its end must be.
+    /// Ends a sequence, as [`Scheduler::finish`]. Must be called for each sequence that a step has brought to its end.
     pub fn finish(&mut self, id: SequenceId) {
         self.scheduler.finish(id);
     }
 
-    /// Whether nothing runs, waits or is under way.
+    /// Whether no sequence runs or waits and no step is under way.
     pub fn is_idle(&self) -> bool {
         self.has_nothing() && self.under_way.is_none()
     }
@@ -51,12 +52,12 @@ impl Steps {
         self.scheduler.running() + self.scheduler.waiting() == 0
     }
 
-    /// A step: what it brought, and to whom. Where the backend can, the next one is planned and begun meanwhile, for
-    /// what can be foreseen of this one: then the device does not wait for the host, and who ends a sequence early has
-    /// run a row for nothing, whose outcome the next call brings.
+    /// Runs a step and returns the outcomes with their sequences. If the backend can, the next step is planned and
+    /// begun before this one has ended, from what is foreseen of it. So the device does not wait for the host. A
+    /// sequence that turns out to have ended has then run one row in vain, whose outcome the next call returns.
     ///
     /// # Errors
-    /// A device error, after which backend and steps are of no more use.
+    /// A device error. The backend and this loop cannot be used afterwards.
     pub fn step(
         &mut self,
         backend: &mut dyn BatchBackend,
@@ -79,7 +80,7 @@ impl Steps {
         Ok(ids.into_iter().zip(outcomes).collect())
     }
 
-    /// Plans a step and begins it. Whose outcomes it brings, in order.
+    /// Plans a step and begins it. Returns the sequences whose outcomes it will bring, in order.
     fn begin(
         &mut self,
         backend: &mut dyn BatchBackend,
@@ -96,7 +97,7 @@ impl Steps {
         Ok(self.sampling(backend))
     }
 
-    /// Whose outcomes the step that was begun last brings, in order.
+    /// The sequences whose outcomes the last begun step will bring, in order, without those that the backend puts off.
     fn sampling(&mut self, backend: &mut dyn BatchBackend) -> Vec<SequenceId> {
         self.scheduler.put_off(&backend.put_off());
         self.scheduler.sampling().collect()

@@ -1,26 +1,26 @@
-//! Who has which page of the host tier: what preempted sequences saved, and pages that are worth keeping by content.
+//! The pages of the host tier: those that preempted sequences have saved, and those that are kept by content.
 //!
-//! A kept page is a copy of a whole page that several sequences began with and that the device had no more room for. It
-//! is given up, the one unused longest first, when its place is wanted. While a plan is made, nothing that the plan
-//! reads or writes there changes hands.
+//! A kept page is a copy of a full page that several sequences have used and that the device had no more room for. When
+//! its place is needed, the page that was unused longest is given up. While a plan is being made, pages that the plan
+//! reads or writes are not given to anyone else.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::pages::{Content, Key};
 use super::plan::HostPage;
 
-/// The host tier's pages.
+/// The pages of the host tier.
 #[derive(Clone, Debug)]
 pub struct Tier {
-    /// All pages of the tier.
+    /// Number of pages in the tier.
     count: u32,
     free: Vec<HostPage>,
     kept: HashMap<Key, TierEntry>,
-    /// Kept pages that the plan in the making does not touch, by when they were last used.
+    /// Kept pages that the plan in the making does not touch, by the time of their last use.
     idle: BTreeMap<u64, Key>,
-    /// Kept pages that it does.
+    /// Kept pages that the plan in the making reads or writes.
     touched: Vec<Key>,
-    /// Pages that it reads, and that are free after it.
+    /// Pages that the plan in the making reads and that are free after it.
     leaving: Vec<HostPage>,
     clock: u64,
 }
@@ -29,12 +29,12 @@ pub struct Tier {
 struct TierEntry {
     page: HostPage,
     content: Content,
-    /// Its key in `idle`, if it is there.
+    /// The page's key in `idle`, if it is there.
     since: u64,
 }
 
 impl Tier {
-    /// Of `count` pages.
+    /// A tier of `count` pages, all free.
     pub fn new(count: u32) -> Self {
         Self {
             count,
@@ -47,23 +47,23 @@ impl Tier {
         }
     }
 
-    /// From now on there are so many pages, no fewer than before.
+    /// Raises the number of pages to `count`, if that is more than there are.
     pub fn grow(&mut self, count: u32) {
         self.free.extend((self.count..count).rev());
         self.count = self.count.max(count);
     }
 
-    /// Pages that [`take`](Self::take) could give one after the other.
+    /// Pages that [`take`](Self::take) can still give.
     pub fn available(&self) -> usize {
         self.free.len() + self.idle.len()
     }
 
-    /// Pages that no sequence has saved anything in.
+    /// Pages in which no sequence has saved anything.
     pub fn unsaved(&self) -> usize {
         self.free.len() + self.kept.len() + self.leaving.len()
     }
 
-    /// A page to save something in.
+    /// Takes a page to save something in. Gives up a kept page if none is free.
     pub fn take(&mut self) -> Option<HostPage> {
         self.free.pop().or_else(|| {
             let (_, key) = self.idle.pop_first()?;
@@ -71,32 +71,32 @@ impl Tier {
         })
     }
 
-    /// What was saved in these is wanted no longer, once the plan in the making is executed.
+    /// Frees pages in which a sequence had saved something, once the plan in the making is executed.
     pub fn release(&mut self, pages: Vec<HostPage>) {
         self.leaving.extend(pages);
     }
 
-    /// The content of a kept page.
+    /// The content of a kept page, if it is kept.
     pub fn content(&self, key: &Key) -> Option<Content> {
         self.kept.get(key).map(|kept| kept.content)
     }
 
-    /// Where a kept page is, for the plan in the making to read.
+    /// The place of a kept page, which the plan in the making reads.
     pub fn read(&mut self, key: &Key) -> Option<HostPage> {
         let kept = *self.kept.get(key)?;
         self.touch(kept.since, key);
         Some(kept.page)
     }
 
-    /// Keeps a page that leaves the device. Where the plan in the making has to save it, unless it is there already or
-    /// there is no room.
+    /// Keeps the content of a page that leaves the device. Returns where the plan in the making must save it; none if
+    /// it is in the tier already, or there is no room.
     pub fn keep(&mut self, key: &Key, content: Content) -> Option<HostPage> {
         if let Some(&TierEntry { since, .. }) = self.kept.get(key) {
             self.touch(since, key);
             return None;
         }
         let page = self.take()?;
-        // No time has this number.
+        // The clock never gives 0, so the page is not in `idle`.
         self.kept.insert(key.clone(), TierEntry { page, content, since: 0 });
         self.touched.push(key.clone());
         Some(page)
@@ -106,7 +106,7 @@ impl Tier {
         self.touched.extend(self.idle.remove(&since).map(|_| key.clone()));
     }
 
-    /// The plan is made: by the next one, it is executed.
+    /// Ends the plan in the making. Plans are executed in order, so the next one may use the pages that this one frees.
     pub fn end_plan(&mut self) {
         self.free.append(&mut self.leaving);
         for key in self.touched.drain(..) {

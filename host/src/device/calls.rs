@@ -1,22 +1,22 @@
-//! How often the driver is called, by what the calls do: for tests of loops that should not wait.
+//! Counts calls of the driver by what they do, for tests of loops that should not wait.
 
 use super::{Device, DeviceKind};
 
-/// Counts of calls.
+/// Numbers of driver calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
-    /// Kernels and graphs enqueued.
+    /// Launches of kernels and graphs.
     pub launches: u64,
-    /// Copies and fills, enqueued or waited for.
+    /// Copies and fills, whether enqueued or waited for.
     pub copies: u64,
-    /// Waits of the host for the device.
+    /// Calls in which the host waits for the device.
     pub waits: u64,
-    /// Memory taken or given back.
+    /// Allocations and frees of memory.
     pub allocations: u64,
 }
 
 impl Calls {
-    /// Those after `before`.
+    /// The calls since `before`.
     pub fn since(self, before: Self) -> Self {
         Self {
             launches: self.launches - before.launches,
@@ -26,9 +26,9 @@ impl Calls {
         }
     }
 
-    /// Of the driver's own entry points, by name.
+    /// Adds `count` calls of the driver's entry point `name`.
     fn add(&mut self, name: &str, count: u64) {
-        // A plain copy of one of these kinds waits, and so does whatever gives memory back.
+        // A copy without "Async" in its name waits, and so does every call that frees memory.
         let waits = name.contains("Synchronize") || name.starts_with("cuMemFree");
         let waits = waits || (name.starts_with("cuMemcpy") && !name.contains("Async"));
         self.waits += if waits { count } else { 0 };
@@ -50,7 +50,7 @@ impl Calls {
 }
 
 impl Device {
-    /// The calls so far; of a card, those of the whole program since [`count_calls`](Self::count_calls).
+    /// The calls so far. On a card, these are the calls of the whole program since [`count_calls`](Self::count_calls).
     pub fn calls(&self) -> Calls {
         match &*self.0 {
             DeviceKind::Cuda(_) => {
@@ -62,7 +62,7 @@ impl Device {
         }
     }
 
-    /// Begins to count the calls of the driver; the emulator always does.
+    /// Begins to count calls of the driver. The emulator always counts.
     pub fn count_calls(&self) {
         if let DeviceKind::Cuda(_) = &*self.0 {
             driver_link::count_calls();

@@ -1,5 +1,4 @@
-//! What a device can do, as one value. Which paths it takes follows from this and from [`DeviceOptions`], never from a
-//! card's name.
+//! What a device can do. The paths that it takes follow from this and from [`DeviceOptions`], never from a card's name.
 
 use gpu_kernels::decode;
 
@@ -10,28 +9,28 @@ use crate::tuning::Tuning;
 /// What a device can do with the kernels that are loaded for it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Capabilities {
-    /// The level of those kernels.
+    /// The level of the loaded kernels.
     pub level: Level,
-    /// Bulk copies to shared memory, with the barriers that count their bytes.
+    /// Whether there are bulk copies to shared memory, with barriers that count their bytes.
     pub bulk_copies: bool,
-    /// Clusters of CTAs that reach each other's shared memory.
+    /// Whether CTAs in a cluster can reach each other's shared memory.
     pub clusters: bool,
-    /// GEMMs of warpgroups, from shared memory.
+    /// Whether there is `wgmma`: a warpgroup's MMAs on operands in shared memory.
     pub wgmma: bool,
-    /// Launches that begin before those ahead have ended, and wait for them themselves.
+    /// Whether a launch can begin before the launches ahead of it have ended, and wait for them in the kernel.
     pub early_launches: bool,
-    /// Bytes of shared memory that a CTA can have.
+    /// Bytes of shared memory that a CTA can have at most.
     pub shared_bytes: u32,
-    /// Bytes of L2.
+    /// Bytes of the L2 cache.
     pub l2_bytes: u32,
-    /// SMs.
+    /// Number of SMs.
     pub sms: u32,
-    /// Bytes that memory moves, at its clock, while an SM has a cycle, for each SM: how much work a byte leaves time
-    /// for. None for the emulator.
+    /// Memory bandwidth for each SM, in bytes per SM clock cycle. It tells how much computation fits in the time that a
+    /// byte takes. None for the emulator.
     pub bytes_per_cycle: Option<f64>,
 }
 
-/// A card, as its driver describes it.
+/// A card's properties, as the driver states them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hardware {
     pub capability: (i32, i32),
@@ -42,10 +41,10 @@ pub(super) struct Hardware {
 }
 
 impl Capabilities {
-    /// Of a card, which `name` is for messages.
+    /// The capabilities of a card. `name` is for error messages.
     ///
     /// # Errors
-    /// It is too old, or does not run the level that is asked for.
+    /// The card is too old, or does not run the level that was asked for.
     pub(super) fn of(name: &str, hardware: &Hardware, options: &DeviceOptions) -> Result<Self, Error> {
         let Hardware { capability, shared_bytes, l2_bytes, sms, bytes_per_cycle } = *hardware;
         let level = Self::level(capability, options).map_err(|why| {
@@ -57,20 +56,20 @@ impl Capabilities {
         Ok(Self { shared_bytes, l2_bytes, sms, bytes_per_cycle, ..Self::of_level(level) })
     }
 
-    /// Of the emulator, which takes after a small H100.
+    /// The capabilities of the emulator, which resemble those of a small H100.
     pub(super) fn emulated(options: &DeviceOptions) -> Self {
         let level = options.level.unwrap_or(Level::Sm90a);
         Self {
             shared_bytes: Self::shared_bytes(cuda_std::emulator::MAX_SHARED_BYTES, level, options),
             l2_bytes: 50 << 20,
-            // Enough for grids of more than one CTA.
+            // Enough for grids of several CTAs.
             sms: 4,
             bytes_per_cycle: None,
             ..Self::of_level(level)
         }
     }
 
-    /// Shared memory of a CTA, of what there is.
+    /// The shared memory that a CTA may use, of the `most` that there is.
     fn shared_bytes(most: u32, level: Level, options: &DeviceOptions) -> u32 {
         options.shared_bytes.filter(|_| level < Level::Sm90a).map_or(most, |bytes| bytes.min(most))
     }
@@ -83,7 +82,7 @@ impl Capabilities {
         if runs(&level) { Ok(level) } else { Err(format!("and runs no kernels of {level}: its own are of {best}")) }
     }
 
-    /// What the kernels of a level use; the rest is the card's.
+    /// The features that a level's kernels use. What depends on the card is left zero.
     fn of_level(level: Level) -> Self {
         let from_90 = level >= Level::Sm90;
         Self {
@@ -99,23 +98,23 @@ impl Capabilities {
         }
     }
 
-    /// Whether the GEMMs and the attention of passes over many rows run on it.
+    /// Whether the GEMMs and the attention of passes over many rows run on this device.
     pub const fn has_gemms(&self) -> bool {
         self.bulk_copies && self.clusters && self.wgmma
     }
 
-    /// Whether a decode step can run in one launch: it streams weights through shared memory by bulk copies.
+    /// Whether a decode step can run in one launch. This needs bulk copies, which stream weights through shared memory.
     pub const fn has_decode_kernel(&self) -> bool {
         self.bulk_copies && self.shared_bytes >= decode::SHORT_SHARED_BYTES
     }
 
-    /// Whether that launch reads packed weights too, and has a kernel of its own for one row: with less shared memory
-    /// its ring is short.
+    /// Whether the decode kernel has its full ring. Only then does it read packed weights and have a variant of its own
+    /// for one row.
     pub const fn has_full_ring(&self) -> bool {
         self.has_decode_kernel() && self.shared_bytes >= decode::SHARED_BYTES
     }
 
-    /// The numbers that are good for it.
+    /// The tuning parameters for this device.
     pub fn tuning(&self) -> &'static Tuning {
         Tuning::of(self)
     }
@@ -143,7 +142,7 @@ mod tests {
         assert_eq!(of((9, 0), 227, Some(Level::Sm90)), after);
         assert_eq!(of((9, 0), 227, Some(Level::Sm80)), before);
         assert_eq!(of((8, 0), 163, None), before);
-        // Kernels for one level of 9.0 do not run on the next.
+        // Kernels of level `sm_90a` run only on compute capability 9.0.
         assert_eq!(of((10, 0), 227, None), after);
         assert!(of((10, 0), 227, Some(Level::Sm90a)).unwrap_err().contains("no kernels of sm_90a"));
         assert!(of((8, 9), 99, Some(Level::Sm90)).unwrap_err().contains("8.9"));

@@ -1,4 +1,4 @@
-//! The emulator of `cuda_std` as a device: memory on the host, every launch run to its end before the call returns.
+//! The emulator of `cuda_std` as a device. Its memory is the host's, and every launch has ended when the call returns.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -18,9 +18,9 @@ pub(super) struct Emulator {
     memory: Mutex<HashMap<u64, emulator::Buffer<u8>>>,
     calls: Mutex<Calls>,
     recording: Recording,
-    /// Of launches and copies, each of which is done before the next begins.
+    /// Held by each launch and copy, so that one is done before the next begins.
     turn: Mutex<()>,
-    /// What launches of a kernel [leave out](super::Device::leave_out), and whether one did.
+    /// The wait that launches of a kernel [leave out](super::Device::leave_out), and whether one of them did.
     missing: Mutex<Option<(&'static str, MissingWait, bool)>>,
 }
 
@@ -42,7 +42,7 @@ impl Emulator {
         &self.recording
     }
 
-    /// Held by whoever touches memory.
+    /// Whoever touches memory holds this.
     fn turn(&self) -> std::sync::MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -59,7 +59,7 @@ impl Emulator {
         self.memory.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The calls so far, as a card's driver would have had them.
+    /// The calls so far, roughly as a card's driver would have counted them.
     pub(super) fn calls(&self) -> Calls {
         *self.calls.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -116,7 +116,7 @@ impl Emulator {
         emulator::read(from, out);
     }
 
-    /// A word, which the host has no need to ask the driver for.
+    /// Reads one word. Not counted: on a card, the host reads mapped memory without the driver.
     ///
     /// # Panics
     /// As for [`write`](Self::write).
@@ -127,7 +127,7 @@ impl Emulator {
         u32::from_le_bytes(word)
     }
 
-    /// Copies between two places.
+    /// Copies `bytes` bytes from one address to another.
     ///
     /// # Panics
     /// As for [`write`](Self::write), of either range.

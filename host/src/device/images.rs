@@ -1,4 +1,4 @@
-//! The kernels that are built in, and what is checked of those that a file has in their place.
+//! The built-in kernels, and the checks of a file of kernels that replaces some of them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,30 +6,30 @@ use std::fmt;
 use super::Level;
 use crate::Error;
 
-/// A module of kernels as it was built: its text, which every driver can compile, and machine code, if some was made.
+/// A built module of kernels: its PTX, which every driver can compile, and its machine code, if some was made.
 #[derive(Debug)]
 pub struct Image {
-    /// The [`Level`] that it is for, by its name.
+    /// The name of the [`Level`] that it was built for.
     pub arch: &'static str,
-    /// The module, as [`cuda_std::Kernel::MODULE`] names it: [`MAIN`], or another crate's.
+    /// The module's name, as in [`cuda_std::Kernel::MODULE`]: [`MAIN`], or that of another module.
     pub module: &'static str,
-    /// PTX.
+    /// The module's PTX.
     pub ptx: &'static str,
-    /// What `ptxas` made of it.
+    /// The machine code that `ptxas` made from it, if any.
     pub machine_code: Option<&'static [u8]>,
-    /// What it said of each kernel as it made that: registers, stack, spills.
+    /// What `ptxas` reported of each kernel: registers, stack, spills.
     pub report: Option<&'static str>,
-    /// The kernels and the digests of their parameter blocks, in the order of names.
+    /// The kernels and the digests of their parameter blocks, sorted by name.
     pub layouts: &'static [(&'static str, u64)],
 }
 
-/// The module that is loaded when a device is opened. Others are when a kernel of theirs is first launched.
+/// The module that is loaded when a device is opened. Any other is loaded when one of its kernels is first launched.
 pub const MAIN: &str = "main";
 
 /// Every module of this crate, once for each level.
 pub static IMAGES: &[Image] = &include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
-/// In which format the driver is given a module.
+/// The format in which the driver gets a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ModuleFormat {
     MachineCode,
@@ -45,19 +45,19 @@ impl fmt::Display for ModuleFormat {
     }
 }
 
-/// Where a module's kernels came from.
+/// Where a module's kernels come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Origin {
     BuiltIn(ModuleFormat),
     File(String),
 }
 
-/// Digests of the kernels that a module holds, by name; read from the module itself.
+/// The digests of a module's kernels by name, as read from the module itself.
 pub(super) type Layouts = BTreeMap<String, u64>;
 
 impl Image {
-    /// Loads what the driver takes: machine code first, which has no more to be compiled. An older driver refuses it,
-    /// and has the text.
+    /// Loads the first format that the driver takes. Machine code comes first, because it needs no compilation. If an
+    /// older driver refuses it, the PTX is loaded.
     pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], ModuleFormat) -> Result<M, Error>) -> Result<M, Error> {
         if let Some(code) = self.machine_code {
             match load(code, ModuleFormat::MachineCode) {
@@ -71,13 +71,13 @@ impl Image {
         load(self.ptx.as_bytes(), ModuleFormat::Ptx)
     }
 
-    /// Checks that a module holds this one's kernels, with the same parameter blocks.
+    /// Checks that a loaded module has the kernels of this image, with the same parameter blocks.
     pub(super) fn check(&self, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
         self.layouts.iter().try_for_each(|&(kernel, digest)| check_kernel(kernel, digest, layouts, origin))
     }
 }
 
-/// Checks that a module holds a kernel with the parameter block that has this digest.
+/// Checks that a module has a kernel whose parameter block has this digest.
 pub(super) fn check_kernel(kernel: &str, digest: u64, layouts: &Layouts, origin: &Origin) -> Result<(), Error> {
     if layouts.get(kernel) == Some(&digest) {
         return Ok(());
@@ -89,11 +89,11 @@ pub(super) fn check_kernel(kernel: &str, digest: u64, layouts: &Layouts, origin:
     })
 }
 
-/// The modules of a level: this crate's, and those that a device is opened with.
+/// The modules for a level: those of this crate, and those that a device is opened with.
 pub(super) struct Images(Vec<&'static Image>);
 
 impl Images {
-    /// Of each module the form for `level`, or for the last level before it that it has one for.
+    /// The image of each module for `level`. If a module has none, its image for the last level before.
     pub(super) fn new(level: Level, others: &'static [Image]) -> Self {
         let mut found: Vec<&'static Image> = Vec::new();
         for level in Level::ALL.into_iter().rev().filter(|other| *other <= level) {
@@ -106,7 +106,7 @@ impl Images {
         Self(found)
     }
 
-    /// The module of that name.
+    /// The image of the module of that name.
     pub(super) fn find(&self, module: &str) -> Option<&'static Image> {
         self.0.iter().copied().find(|image| image.module == module)
     }
@@ -116,7 +116,8 @@ impl Images {
         self.find(module).is_some_and(|image| image.layouts.iter().all(|(kernel, _)| layouts.contains_key(*kernel)))
     }
 
-    /// Checks that a file has kernels of these modules, with the same parameter blocks.
+    /// Checks that a file has at least one kernel of these modules, and that the parameter blocks of all such kernels
+    /// agree.
     pub(super) fn check_file(&self, layouts: &Layouts, path: &str) -> Result<(), Error> {
         let origin = Origin::File(path.to_owned());
         let all = self.0.iter().flat_map(|image| image.layouts);
@@ -128,7 +129,7 @@ impl Images {
     }
 }
 
-/// The table that the build step puts into every module: a line for each kernel, its name and its digest.
+/// Reads the table that the build puts into every module: a line for each kernel, with its name and its digest.
 pub(super) fn parse_layouts(table: &[u8]) -> Layouts {
     let text = String::from_utf8_lossy(table);
     let line = |line: &str| {
@@ -152,7 +153,7 @@ mod tests {
         image.layouts.iter().map(|&(kernel, digest)| (kernel.to_owned(), digest)).collect()
     }
 
-    /// The table as text, as the build step writes it.
+    /// The table as text, in the form that the build writes.
     fn table(layouts: &Layouts) -> String {
         layouts.iter().map(|(kernel, digest)| format!("{kernel} {digest}\n")).collect()
     }
@@ -168,7 +169,7 @@ mod tests {
         for image in IMAGES {
             let table = table(&layouts(image));
             let bytes: Vec<String> = table.bytes().map(|byte| byte.to_string()).collect();
-            // Under the name by which the driver is asked for it.
+            // The variable has the name by which the driver is asked for it.
             let variable = format!(".b8 kernel_layouts[{}] = {{{}}};", bytes.len(), bytes.join(", "));
             assert!(image.ptx.contains(&variable), "{} {}", image.arch, image.module);
             if let Some(code) = image.machine_code {
@@ -209,7 +210,8 @@ mod tests {
         });
         assert_eq!(loaded.unwrap(), image.ptx.len());
         assert_eq!(tried, [ModuleFormat::MachineCode, ModuleFormat::Ptx]);
-        // Taken, it is all that is loaded; refused both, the text's error tells why.
+        // If the driver takes the machine code, nothing else is loaded. If it refuses both, the error is the one for
+        // the PTX.
         assert_eq!(image.load(|bytes, _| Ok(bytes.len())).unwrap(), 4);
         let both = image.load::<()>(|_, format| Err(refused(&format.to_string())));
         assert!(both.unwrap_err().to_string().contains("the PTX"));
@@ -249,7 +251,7 @@ mod tests {
         assert!(!images.is_whole(MAIN, &all) && images.is_whole("other", &all));
         images.check_file(&Layouts::from([("measure".into(), 5)]), "one.ptx").unwrap();
         assert!(images.check_file(&Layouts::from([("measure".into(), 6)]), "one.ptx").is_err());
-        // A level has what was built for one before it.
+        // A level also has modules that were built only for an earlier one.
         assert!(Images::new(Level::Sm90, &OTHERS).find("other").is_some());
         assert_eq!(Images::new(Level::Sm90, &[]).find(MAIN).map(|image| image.arch), Some("sm_90"));
     }

@@ -1,4 +1,4 @@
-//! Kernels in a card's context: modules that are loaded, and their functions.
+//! The kernels in a card's context: loaded modules and their functions.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
@@ -13,29 +13,30 @@ use super::{DeviceOptions, Entry, Level};
 use crate::Error;
 use crate::timed::timed;
 
-/// The variable that the build step puts into every module (`cuda_builder::LAYOUTS`).
+/// The name of the variable with the table of layouts in every module (`cuda_builder::LAYOUTS`).
 const LAYOUTS: &CStr = c"kernel_layouts";
-/// Dynamic shared memory that a kernel may have without asking.
+/// Dynamic shared memory that a kernel may have without an attribute, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
-/// The kernels of a card's level, as far as they are loaded. Every method wants the card's context to be current, and
-/// so does dropping it.
+/// The kernels for a card's level, as far as they are loaded. The card's context must be current for every method, and
+/// when this is dropped.
 pub(super) struct Kernels {
     images: Images,
     functions: HashMap<&'static str, Function>,
     modules: HashMap<&'static str, Arc<Loaded>>,
-    /// What takes the place of the built-in kernels of its names.
+    /// A file whose kernels replace the built-in ones of the same name.
     file: Option<Arc<Loaded>>,
 }
 
 #[derive(Clone, Copy)]
 struct Function(sys::CUfunction);
 
-// SAFETY: a handle that any thread may pass to the driver.
+// SAFETY: this is a handle that any thread may pass to the driver.
 unsafe impl Send for Function {}
 
 impl Kernels {
-    /// Loads the main module for a level, and the file of kernels, if one is named.
+    /// Loads the main module for a level, and the file of kernels if the options name one. If the file has all kernels
+    /// of the main module, that is not loaded.
     pub(super) fn load(level: Level, options: &DeviceOptions) -> Result<Self, Error> {
         let images = Images::new(level, options.modules);
         let file = options.kernels.as_ref().map(|file| Loaded::file(&images, file.path())).transpose()?.map(Arc::new);
@@ -46,14 +47,15 @@ impl Kernels {
         Ok(Self { images, functions: HashMap::new(), modules, file })
     }
 
-    /// Whether the main module is machine code that is built in, and no file takes the place of any of it.
+    /// Whether the main module is built-in machine code, and no file replaces any kernel.
     pub(super) fn has_machine_code(&self) -> bool {
         let main = self.modules.get(MAIN).filter(|_| self.file.is_none());
         main.is_some_and(|main| main.origin == Origin::BuiltIn(ModuleFormat::MachineCode))
     }
 
-    /// A kernel, allowed this much dynamic shared memory: the same at every launch of it, if it is above the default.
-    /// At its first launch its layout is compared with what the host hands it, and its module is loaded if it was not.
+    /// The function of a kernel, which may then use `shared_bytes` of dynamic shared memory. If this is above the
+    /// default, it must be the same at every launch. At the kernel's first launch its module is loaded, if necessary,
+    /// and its layout is compared with the host's.
     pub(super) fn function(&mut self, kernel: Entry, shared_bytes: u32) -> Result<sys::CUfunction, Error> {
         let Entry { name, module, layout, .. } = kernel;
         if let Some(function) = self.functions.get(name) {
@@ -74,7 +76,7 @@ impl Kernels {
         Ok(function)
     }
 
-    /// A module that is built in, loaded if it was not.
+    /// A built-in module, which is loaded now if it was not before.
     fn module(&mut self, module: &'static str) -> Result<Arc<Loaded>, Error> {
         if let Some(loaded) = self.modules.get(module) {
             return Ok(loaded.clone());
@@ -85,7 +87,7 @@ impl Kernels {
     }
 }
 
-/// A module with what it says of its kernels.
+/// A loaded module, with the layouts that it states for its kernels.
 struct Loaded {
     module: Module,
     layouts: Layouts,
@@ -93,8 +95,8 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// Loads a module, and every kernel of it: the driver would put off loading a kernel until it is first asked for,
-    /// and then the memory may be taken.
+    /// Loads a module and every kernel in it. The driver would otherwise load a kernel only when it is first asked for,
+    /// and the memory might be taken by then.
     fn new(bytes: &[u8], origin: Origin) -> Result<Self, Error> {
         let module = Module::load(bytes)?;
         let layouts = module.layouts()?;
@@ -102,7 +104,7 @@ impl Loaded {
         Ok(Self { module, layouts, origin })
     }
 
-    /// Loads a file's, for measurements.
+    /// Loads a file of kernels.
     fn file(images: &Images, path: &Path) -> Result<Self, Error> {
         let name = path.display().to_string();
         let bytes =
@@ -113,7 +115,7 @@ impl Loaded {
         Ok(loaded)
     }
 
-    /// Loads one that is built in.
+    /// Loads a built-in module.
     fn built_in(images: &Images, module: &str) -> Result<Self, Error> {
         let unknown = || Error::NoModule { module: module.to_owned() };
         let image = images.find(module).ok_or_else(unknown)?;
@@ -124,20 +126,20 @@ impl Loaded {
     }
 }
 
-/// The driver's module. (`cust` has one that tells no variable's size.)
+/// A module of the driver. (The module type of `cust` does not tell the size of a variable.)
 struct Module(sys::CUmodule);
 
-// SAFETY: a handle that any thread may pass to the driver.
+// SAFETY: this is a handle that any thread may pass to the driver.
 unsafe impl Send for Module {}
-// SAFETY: as above; the driver locks for itself.
+// SAFETY: the same, and the driver does its own locking.
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// From machine code or PTX: the driver tells by itself which it is.
+    /// Loads machine code or PTX. The driver recognises which of the two it is.
     fn load(bytes: &[u8]) -> Result<Self, Error> {
         let mut image = Vec::with_capacity(bytes.len() + 1);
         image.extend_from_slice(bytes);
-        // A text ends so.
+        // PTX must end with a zero byte.
         image.push(0);
         let mut module = std::ptr::null_mut();
         // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with
@@ -154,7 +156,7 @@ impl Module {
         Ok(function)
     }
 
-    /// What it says of its kernels; nothing, if it has no table.
+    /// The layouts that the module states for its kernels. Empty if it has no table.
     fn layouts(&self) -> Result<Layouts, Error> {
         let (mut address, mut bytes) = (0, 0);
         // SAFETY: both are valid for writes, and the module is loaded.
@@ -164,7 +166,7 @@ impl Module {
         }
         check("reading what kernels take", code)?;
         let mut table = vec![0u8; bytes];
-        // SAFETY: the variable is so long, and `table` too.
+        // SAFETY: both the variable and `table` have `bytes` bytes.
         let code = unsafe { sys::cuMemcpyDtoH_v2(table.as_mut_ptr().cast(), address, bytes) };
         check("reading what kernels take", code)?;
         Ok(images::parse_layouts(&table))

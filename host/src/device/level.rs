@@ -1,24 +1,24 @@
-//! Levels of kernels: which cards' instructions they use.
+//! Levels of kernels: which instructions they use, and so on which cards they run.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A level that kernels are compiled for; a later one has the instructions of those before it.
+/// A level that kernels are compiled for. Each has the instructions of the levels before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// Every card from compute capability 8.0 on.
+    /// For every card from compute capability 8.0 on.
     Sm80,
-    /// Every card from compute capability 9.0 on: bulk copies, TMA, clusters, launches that begin early.
+    /// For every card from compute capability 9.0 on: adds bulk copies, TMA, clusters and launches that begin early.
     Sm90,
-    /// Hopper alone (9.0): GEMMs of warpgroups, and registers that one warpgroup takes from another.
+    /// For Hopper (9.0) only: adds `wgmma`, and registers that warpgroups pass to each other (`setmaxnreg`).
     Sm90a,
 }
 
 impl Level {
-    /// All of them, in order.
+    /// All levels, in order.
     pub const ALL: [Self; 3] = [Self::Sm80, Self::Sm90, Self::Sm90a];
 
-    /// As compilers call it.
+    /// The level's name, as compilers spell it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sm80 => "sm_80",

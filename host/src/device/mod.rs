@@ -37,7 +37,7 @@ pub use upload::{Fill, Filling, Group, Region};
 
 use crate::Error;
 
-/// A grid's size in blocks.
+/// The size of a grid, in blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid(pub u32, pub u32, pub u32);
 
@@ -59,7 +59,7 @@ impl From<(u32, u32, u32)> for Grid {
     }
 }
 
-/// A device, and one queue of work on it. Clones share both; [`Device::beside`] shares the device alone.
+/// A device with a queue of work. Clones share both. [`Device::beside`] makes another queue on the same device.
 #[derive(Clone)]
 pub struct Device(Arc<DeviceKind>);
 
@@ -68,25 +68,26 @@ enum DeviceKind {
     Emulator(emulated::Emulator),
 }
 
-/// When the blocks of a launch begin.
+/// When the blocks of a launch may begin.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Begin {
-    /// After the launches ahead, as there is room.
+    /// After the launches ahead have ended, as SMs become free.
     InTurn,
-    /// As above, and the next launch behind it, whatever that may.
+    /// As [`InTurn`](Self::InTurn). In addition, the next launch begins only after this one has ended, even if it is
+    /// `Early`.
     Whole,
-    /// As [`InTurn`](Self::InTurn), all at once.
+    /// As [`InTurn`](Self::InTurn), but all at once: a cooperative launch.
     Together,
-    /// Beside the last blocks of the launch ahead.
+    /// While the last blocks of the launch ahead still run.
     Early,
 }
 
-/// What a launch has to know of its kernel.
+/// What a launch needs to know about its kernel.
 #[derive(Clone, Copy)]
 struct Entry {
     name: &'static str,
     module: &'static str,
-    /// The digest of the parameter block that the host hands over.
+    /// The digest of the parameter block that the host passes.
     layout: u64,
     threads: u32,
     cluster: u32,
@@ -103,7 +104,7 @@ impl Device {
     /// of the process may share, gets a limit of [`STACK_BYTES`] for a thread's stack.
     ///
     /// # Errors
-    /// No driver, no such card, or a card older than compute capability 8.0.
+    /// There is no driver or no such card, the card is older than compute capability 8.0, or the driver fails.
     pub fn cuda(ordinal: u32) -> Result<Self, Error> {
         Self::cuda_with(ordinal, &DeviceOptions::default())
     }
@@ -111,36 +112,37 @@ impl Device {
     /// As [`cuda`](Self::cuda), with `options`.
     ///
     /// # Errors
-    /// As [`cuda`](Self::cuda); a file of kernels that cannot be read, or has other parameter blocks.
+    /// As [`cuda`](Self::cuda). Also if a file of kernels cannot be read, or its kernels have other parameter blocks.
     pub fn cuda_with(ordinal: u32, options: &DeviceOptions) -> Result<Self, Error> {
         Ok(Self(Arc::new(DeviceKind::Cuda(cuda::Cuda::open(ordinal, options)?))))
     }
 
-    /// The emulator: every kernel lane by lane on the CPU, in an order drawn from `seed`. For checking, not for speed.
+    /// The emulator: it runs every kernel lane by lane on the CPU, in an order drawn from `seed`. For checking, not for
+    /// speed.
     pub fn emulator(seed: u64) -> Self {
         Self::emulator_with(seed, &DeviceOptions::default())
     }
 
-    /// As [`emulator`](Self::emulator), with `options`. A file of kernels is not looked at, as those of the program
-    /// run.
+    /// As [`emulator`](Self::emulator), with `options`. A file of kernels is ignored: the emulator runs the kernels of
+    /// this program.
     pub fn emulator_with(seed: u64, options: &DeviceOptions) -> Self {
         Self(Arc::new(DeviceKind::Emulator(emulated::Emulator::new(seed, options.clone()))))
     }
 
-    /// Has the emulator's launches of `K` leave out this wait, as if the kernel lacked it: for tests that its absence
-    /// is found. A card waits all the same.
+    /// Makes the emulator's launches of `K` leave out `wait`, as if the kernel lacked it. For tests that check that a
+    /// missing wait is found. On a card this does nothing.
     pub fn leave_out<K: Kernel>(&self, wait: MissingWait) {
         if let DeviceKind::Emulator(emulator) = &*self.0 {
             emulator.leave_out(K::NAME, wait);
         }
     }
 
-    /// Whether that wait has come up since.
+    /// Whether a launch has left out a wait since [`leave_out`](Self::leave_out) was called.
     pub fn has_left_out(&self) -> bool {
         matches!(&*self.0, DeviceKind::Emulator(emulator) if emulator.has_left_out())
     }
 
-    /// What it was opened with.
+    /// The options that it was opened with.
     pub fn options(&self) -> &DeviceOptions {
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.options(),
@@ -148,7 +150,7 @@ impl Device {
         }
     }
 
-    /// What a person calls this device.
+    /// The device's name, for a person to read.
     pub fn name(&self) -> &str {
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.name(),
@@ -156,8 +158,8 @@ impl Device {
         }
     }
 
-    /// Another queue on the same device: what is enqueued on one runs beside what is enqueued on the other. (The
-    /// emulator runs one launch at a time, whatever its queue.)
+    /// Another queue on the same device. Work on different queues runs concurrently. (The emulator runs one launch at a
+    /// time, whatever its queue.)
     ///
     /// # Errors
     /// A driver error.
@@ -168,7 +170,7 @@ impl Device {
         }
     }
 
-    /// What it can do.
+    /// What the device can do.
     pub fn capabilities(&self) -> &Capabilities {
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.capabilities(),
@@ -176,12 +178,12 @@ impl Device {
         }
     }
 
-    /// How many SMs it has.
+    /// Number of SMs.
     pub fn sms(&self) -> u32 {
         self.capabilities().sms
     }
 
-    /// Free device memory in bytes; none for the emulator, which has the host's.
+    /// Free device memory in bytes. None for the emulator, which uses the host's memory.
     ///
     /// # Errors
     /// A driver error.
@@ -192,10 +194,10 @@ impl Device {
         }
     }
 
-    /// Memory for `len` elements, all bytes zero.
+    /// Allocates device memory for `len` elements, with all bytes zero.
     ///
     /// # Errors
-    /// Not enough device memory.
+    /// Not enough device memory, or a driver error; [`Error::Recording`] while the queue's work is recorded.
     pub fn zeroed<T: Pod>(&self, len: usize) -> Result<Buffer<T>, Error> {
         self.refuse_while_recording("an allocation")?;
         let bytes = bytes_of::<T>(len);
@@ -206,7 +208,7 @@ impl Device {
         Ok(Buffer { device: self.clone(), address, len, element: PhantomData })
     }
 
-    /// Memory with a copy of `data` in it.
+    /// Allocates device memory with a copy of `data`.
     ///
     /// # Errors
     /// Not enough device memory, or a driver error.
@@ -216,7 +218,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Host memory that the device can write to while the host reads it; zeroed.
+    /// Allocates pinned host memory of `words` 32-bit words, zeroed, that the device can write while the host reads it.
     ///
     /// # Errors
     /// Not enough pinnable memory.
@@ -233,7 +235,7 @@ impl Device {
         Ok(Mapped { owner: self.clone(), host, device, words })
     }
 
-    /// Enqueues a kernel. `shared_bytes` is dynamic shared memory.
+    /// Enqueues a kernel. `shared_bytes` is its dynamic shared memory.
     ///
     /// # Safety
     /// Every address in `params` points to live device memory as large as the kernel's parameter block says, and stays
@@ -251,13 +253,13 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::InTurn, params) }
     }
 
-    /// As [`launch`](Self::launch), with all blocks resident at once, so that they may wait for each other.
+    /// As [`launch`](Self::launch), but all blocks are resident at once, so that they may wait for each other.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch).
     ///
     /// # Errors
-    /// As [`launch`](Self::launch); a grid that does not fit the device at once.
+    /// As [`launch`](Self::launch), and if the blocks of the grid do not fit on the device at once.
     pub unsafe fn launch_cooperative<K: Kernel>(
         &self,
         grid: impl Into<Grid>,
@@ -268,12 +270,13 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Together, params) }
     }
 
-    /// As [`launch`](Self::launch), of a kernel that waits for the launches ahead of it itself, by
-    /// [`cuda_std::dependent_launch`]: where the device can, it may begin before they are done.
+    /// As [`launch`](Self::launch), for a kernel that itself waits for the launches ahead of it, by
+    /// [`cuda_std::dependent_launch`]. On devices that can, it may begin before they are done (programmatic dependent
+    /// launch).
     ///
     /// # Safety
-    /// As for [`launch`](Self::launch); every block waits before it touches what others write, or writes what others
-    /// touch.
+    /// As for [`launch`](Self::launch). Every block waits before it touches memory that others write, or writes memory
+    /// that others touch.
     ///
     /// # Errors
     /// As [`launch`](Self::launch).
@@ -288,8 +291,8 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, begin, params) }
     }
 
-    /// As [`launch`](Self::launch), of a kernel that writes what launches read [before they
-    /// wait](Self::launch_early): the next one begins when this is done, even where it may begin early.
+    /// As [`launch`](Self::launch), for a kernel that writes memory which later launches read [before they
+    /// wait](Self::launch_early). The next launch begins only when this one is done, even if it is an early launch.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch).
@@ -306,8 +309,8 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Whole, params) }
     }
 
-    /// How many clusters of the kernel's blocks run at once where nothing else does, with so much dynamic shared
-    /// memory. None if the driver does not say, nor the emulator.
+    /// How many clusters of the kernel's blocks run at once on an idle device, with this much dynamic shared memory. 0
+    /// if the driver does not say, and on the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.clusters_at_once(Entry::of::<K>(), shared_bytes),
@@ -343,18 +346,18 @@ impl Device {
         self.capabilities().has_gemms() && self.options().prefill.unwrap_or(!self.is_emulator())
     }
 
-    /// Whether a decode step runs in one launch, memory allowing: see [`DeviceOptions::unfused`].
+    /// Whether a decode step runs in one launch, if memory suffices: see [`DeviceOptions::unfused`].
     pub fn has_decode_kernel(&self) -> bool {
         self.capabilities().has_decode_kernel() && !self.options().unfused
     }
 
-    /// Whether that launch reads packed weights: see [`Capabilities::has_full_ring`].
+    /// Whether the decode kernel has its full ring, and so reads packed weights: see [`Capabilities::has_full_ring`].
     pub fn has_full_ring(&self) -> bool {
         self.capabilities().has_full_ring() && !self.options().unfused
     }
 
-    /// Whether its kernels are the machine code that is built in: of anything else the driver has made machine code
-    /// first.
+    /// Whether the main module is the built-in machine code and no file replaces kernels. Otherwise the driver may have
+    /// had to compile kernels.
     pub fn has_machine_code(&self) -> bool {
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.has_machine_code(),
@@ -362,7 +365,7 @@ impl Device {
         }
     }
 
-    /// Whether this is the device that `other` is, whatever the queues of both.
+    /// Whether this and `other` are queues of the same device.
     pub fn is_same_card(&self, other: &Self) -> bool {
         match (&*self.0, &*other.0) {
             (DeviceKind::Cuda(a), DeviceKind::Cuda(b)) => a.is_same_card(b),
@@ -371,15 +374,15 @@ impl Device {
         }
     }
 
-    /// Whether it is the emulator.
+    /// Whether this is the emulator.
     pub fn is_emulator(&self) -> bool {
         matches!(&*self.0, DeviceKind::Emulator(_))
     }
 
-    /// Waits until everything enqueued is done.
+    /// Waits until everything enqueued on this queue is done.
     ///
     /// # Errors
-    /// Whatever a kernel failed with.
+    /// The error of a kernel that failed, or a driver error; [`Error::Recording`] while the queue's work is recorded.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.refuse_while_recording("a wait")?;
         match &*self.0 {
@@ -391,10 +394,10 @@ impl Device {
         }
     }
 
-    /// Asks whether an enqueued kernel has failed, without waiting.
+    /// Checks whether an enqueued kernel has failed, without waiting.
     ///
     /// # Errors
-    /// Whatever it failed with.
+    /// The error of the kernel that failed.
     pub fn check(&self) -> Result<(), Error> {
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.check(),
@@ -403,16 +406,16 @@ impl Device {
     }
 }
 
-/// Bytes to allocate for `len` elements.
+/// Bytes to allocate for `len` elements; at least 16.
 ///
 /// # Panics
-/// If no address space has so many: a bug of the caller.
+/// If that exceeds the address space: a bug of the caller.
 fn bytes_of<T>(len: usize) -> usize {
     let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
     bytes.unwrap_or_else(|| panic!("{len} elements of {} bytes", size_of::<T>())).max(16)
 }
 
-/// Whether there are `count` elements from `at` on, of `len`.
+/// Whether the range of `count` elements from `at` on lies within `len` elements.
 const fn is_within(at: usize, count: usize, len: usize) -> bool {
     at <= len && count <= len - at
 }
@@ -426,44 +429,45 @@ pub struct Buffer<T> {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Where it lies, with the queue that its copies are enqueued on.
+    /// The device that the memory is on, with the queue that copies are enqueued on.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it lies, to read from.
+    /// The address, for reading.
     pub fn ptr(&self) -> Global<T> {
         // SAFETY: where it starts.
         unsafe { Global::from_raw(self.address) }
     }
 
-    /// Where it lies, to write to.
+    /// The address, for writing.
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        // SAFETY: likewise.
+        // SAFETY: where it starts.
         unsafe { GlobalMut::from_raw(self.address) }
     }
 
-    /// Where its elements from `at` on lie, to read from.
+    /// The address of element `at`, for reading.
     ///
     /// # Panics
-    /// If there are not so many: a bug of the caller.
+    /// If `at` is more than the number of elements: a bug of the caller.
     pub fn part(&self, at: usize) -> Global<T> {
         assert!(at <= self.len, "element {at} of {}", self.len);
         // SAFETY: within it.
         unsafe { self.ptr().at(at) }
     }
 
-    /// Copies `data` to the elements from `at` on, after everything enqueued so far.
+    /// Copies `data` to the elements from `at` on, after everything enqueued so far. `data` may be changed once this
+    /// returns.
     ///
     /// # Errors
     /// A driver error.
@@ -485,7 +489,7 @@ impl<T: Pod> Buffer<T> {
         }
     }
 
-    /// Fills it with `pattern`, over and over, beginning at its element `start`: for measuring.
+    /// Fills the buffer with repetitions of `pattern`, beginning with the pattern's element `start`. For measurements.
     ///
     /// # Errors
     /// A driver error.
@@ -504,10 +508,10 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// Copies the elements from `at` on into `out`, after everything enqueued so far.
+    /// Copies the elements from `at` on to `out`, after everything enqueued so far. Waits for the copy.
     ///
     /// # Errors
-    /// A driver error, or whatever a kernel failed with.
+    /// A driver error, or the error of a kernel that failed.
     ///
     /// # Panics
     /// If the range does not fit: a bug of the caller.
@@ -526,7 +530,7 @@ impl<T: Pod> Buffer<T> {
         }
     }
 
-    /// Enqueues a copy of all of `from`, of the same device's queue, to the elements from `at` on.
+    /// Enqueues a copy of all of `from` to the elements from `at` on. Both buffers must be of the same queue.
     ///
     /// # Errors
     /// A driver error.
@@ -537,11 +541,11 @@ impl<T: Pod> Buffer<T> {
         assert!(Arc::ptr_eq(&self.device.0, &from.device.0), "a copy between two queues");
         assert!(is_within(at, from.len, self.len), "copy of {} at {at} into {}", from.len, self.len);
         let to = self.address + (at * size_of::<T>()) as u64;
-        // SAFETY: in bounds; what frees either waits for the copy.
+        // SAFETY: in bounds; freeing either buffer waits for the copy.
         unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
     }
 
-    /// Zeroes everything, after everything enqueued so far.
+    /// Enqueues the zeroing of all elements.
     ///
     /// # Errors
     /// A driver error.
@@ -549,7 +553,7 @@ impl<T: Pod> Buffer<T> {
         self.enqueue_clear()
     }
 
-    /// The same of what only launches touch.
+    /// As [`clear`](Self::clear), for buffers that only launches touch.
     pub(crate) fn enqueue_clear(&self) -> Result<(), Error> {
         let bytes = self.len * size_of::<T>();
         match &*self.device.0 {
@@ -573,7 +577,7 @@ impl<T> Drop for Buffer<T> {
     }
 }
 
-/// Host memory, in 32-bit words, that the device writes and the host reads without a copy.
+/// Host memory, in 32-bit words, that the device writes and the host reads, without a copy.
 pub struct Mapped {
     owner: Device,
     host: *mut u32,
@@ -585,13 +589,14 @@ pub struct Mapped {
 unsafe impl Send for Mapped {}
 
 impl Mapped {
-    /// Where the device sees it.
+    /// The address by which the device writes it.
     pub fn ptr_mut(&self) -> GlobalMut<u32> {
         // SAFETY: where it starts.
         unsafe { GlobalMut::from_raw(self.device) }
     }
 
-    /// Word `i` as it is now; what the device wrote before a system-scope release of this word is visible afterwards.
+    /// The present value of word `i`. What the device wrote before a system-scope release of this word is visible
+    /// afterwards.
     ///
     /// # Panics
     /// If there is no such word: a bug of the caller.
@@ -605,7 +610,7 @@ impl Mapped {
         word.load(std::sync::atomic::Ordering::Acquire)
     }
 
-    /// Zeroes it, word by word: what is enqueued and writes to it may come before or behind.
+    /// Zeroes all words, one by one. Not ordered with enqueued work that writes to them.
     pub fn clear(&mut self) {
         if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
             return emulator.write(self.device, &vec![0; self.words * 4]);

@@ -1,50 +1,52 @@
-//! How a device is opened.
+//! The options with which a device is opened.
 
 use std::path::{Path, PathBuf};
 
 use super::{Image, Level};
 
-/// How a device is opened: what of it is used, and with which kernels.
+/// How a device is opened: which of its features are used, and with which kernels.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceOptions {
-    /// The level of the kernels. None is the last that the card runs, and under the emulator the last: others are for
-    /// tests of what other cards do.
+    /// The level of the kernels. By default the last level that the card runs, and under the emulator the last of all.
+    /// Other levels are for tests of what other cards do.
     pub level: Option<Level>,
-    /// No more shared memory of a CTA than so many bytes: for tests of what cards with less do. Kernels of
-    /// [`Level::Sm90a`] take what Hopper has.
+    /// A limit on the shared memory of a CTA, in bytes, for tests of what cards with less of it do. Does not apply to
+    /// kernels of [`Level::Sm90a`], which use what Hopper has.
     pub shared_bytes: Option<u32>,
-    /// Runs a decode step as a launch for each operator, where one launch could run all of it: to compare with.
+    /// Whether to run a decode step with one launch for each operator even if there is a decode kernel. For comparison.
     pub unfused: bool,
-    /// Whether prompts run in passes of many rows, by the kernels for Hopper. None is on Hopper, and not under the
-    /// emulator: there, the kernels of every card are much quicker.
+    /// Whether prompts run in passes of many rows, by the kernels for Hopper. By default they do on Hopper, but not
+    /// under the emulator, which runs the kernels for all cards much faster.
     pub prefill: Option<bool>,
-    /// Whether decode steps read weights packed without loss. None is where that is faster and there is the memory.
+    /// Whether decode steps read weights packed without loss. By default they do if that is faster and there is memory
+    /// for it.
     pub lossless: Option<bool>,
-    /// Whether bf16 weights stay beside codes, or beside weights packed without loss, for the passes that read bf16.
-    /// None is where they take a quarter of the free memory at most; not under the emulator.
+    /// Whether bf16 weights are kept beside codes or packed weights, for the passes that read bf16. By default they are
+    /// kept if they take at most a quarter of the free memory; never under the emulator.
     pub plain_beside: Option<bool>,
-    /// A file of kernels, each of which takes the place of the built-in one of its name.
+    /// A file of kernels. Each of its kernels replaces the built-in kernel of the same name.
     pub kernels: Option<KernelFile>,
-    /// Modules of kernels beside those of this crate. One is loaded when a kernel of it is first launched.
+    /// Modules of kernels in addition to those of this crate. A module is loaded when one of its kernels is first
+    /// launched.
     pub modules: &'static [Image],
 }
 
-/// A file of kernels, PTX or machine code, whose word is taken for what they do.
+/// A file of kernels, PTX or machine code. What its kernels do is taken on trust.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelFile(PathBuf);
 
 impl KernelFile {
-    /// The file at `path`.
+    /// Trusts the file at `path`.
     ///
     /// # Safety
-    /// Its kernels do to memory what those that are built in do: they were built from the sources of this program, or
-    /// from others with the same contracts. What the file says of the parameters that they take is compared with what
-    /// the host hands them, but nothing keeps a file from saying what is not so.
+    /// The kernels in the file do the same to memory as the built-in ones: they were built from the sources of this
+    /// program, or from others with the same contracts. The parameter blocks that the file states are compared with
+    /// those that the host passes, but nothing keeps a file from stating what is not so.
     pub unsafe fn trusted(path: impl Into<PathBuf>) -> Self {
         Self(path.into())
     }
 
-    /// Where it is.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -53,7 +55,7 @@ impl KernelFile {
 impl PartialEq for DeviceOptions {
     fn eq(&self, other: &Self) -> bool {
         let Self { level, shared_bytes, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
-        // Their texts are megabytes.
+        // Compared by address, since the texts of modules are megabytes.
         let same_modules = std::ptr::eq(self.modules, *modules);
         (self.level, self.shared_bytes, self.unfused) == (*level, *shared_bytes, *unfused)
             && (self.prefill, self.lossless) == (*prefill, *lossless)

@@ -1,4 +1,4 @@
-//! Pinned host memory: the host uses it like a slice, and the device reads and writes it over the bus.
+//! Pinned host memory: the host uses it as a slice, and the device reads and writes it over the bus.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -10,11 +10,11 @@ use cuda_std::{Global, GlobalMut};
 use super::{Buffer, Device, DeviceKind, bytes_of, is_within};
 use crate::Error;
 
-/// Pinned host memory of `len` elements that the device reaches too.
+/// Pinned host memory of `len` elements, which the device can read and write as well.
 ///
-/// Work that was given its address may be under way when the host asks for its contents. So [`Pinned::as_slice`] and
-/// [`Pinned::as_mut_slice`] first wait for every queue of the card: they are for filling and for checking, not for the
-/// inner loop ([`super::Mapped`] is for that).
+/// When the host asks for the contents, work that has the address may still run. So [`Pinned::as_slice`] and
+/// [`Pinned::as_mut_slice`] first wait for every queue of the card. They are for filling and for checking, not for the
+/// inner loop; [`super::Mapped`] is for that.
 pub struct Pinned<T> {
     device: Device,
     host: *mut u32,
@@ -25,14 +25,14 @@ pub struct Pinned<T> {
 
 // SAFETY: owned memory of plain data.
 unsafe impl<T: Send> Send for Pinned<T> {}
-// SAFETY: through a shared reference it is only read.
+// SAFETY: shared references only read it.
 unsafe impl<T: Sync> Sync for Pinned<T> {}
 
 impl Device {
-    /// Pinned host memory for `len` elements, all bytes zero.
+    /// Allocates pinned host memory for `len` elements, with all bytes zero.
     ///
     /// # Errors
-    /// Not enough pinnable memory.
+    /// Not enough memory that can be pinned; [`Error::Recording`] while the queue's work is recorded.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<Pinned<T>, Error> {
         self.refuse_while_recording("an allocation")?;
         let bytes = bytes_of::<T>(len);
@@ -49,7 +49,7 @@ impl Device {
     /// Waits until every queue of this device is done.
     ///
     /// # Errors
-    /// Whatever a kernel failed with.
+    /// The error of a kernel that failed.
     pub fn synchronize_all(&self) -> Result<(), Error> {
         self.refuse_while_recording("a wait")?;
         match &*self.0 {
@@ -61,7 +61,7 @@ impl Device {
         }
     }
 
-    /// Enqueues a copy between two places that the device reaches.
+    /// Enqueues a copy between two addresses that the device can reach.
     ///
     /// # Safety
     /// Both ranges are live until the copy is done.
@@ -78,37 +78,38 @@ impl Device {
 }
 
 impl<T: Pod> Pinned<T> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether it is the emulator's, and there is any.
+    /// Whether it is memory of the emulator, and not empty.
     fn is_emulated(&self) -> bool {
         self.len > 0 && self.device.is_emulator()
     }
 
-    /// Where the device sees it, to read from.
+    /// The address by which the device reads it.
     pub fn ptr(&self) -> Global<T> {
         // SAFETY: where it starts.
         unsafe { Global::from_raw(self.address) }
     }
 
-    /// Where the device sees it, to write to.
+    /// The address by which the device writes it.
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        // SAFETY: likewise.
+        // SAFETY: where it starts.
         unsafe { GlobalMut::from_raw(self.address) }
     }
 
-    /// Its contents, once the device is done. On the emulator nobody can write them before the slice is dropped.
+    /// Waits until the device is done, and returns the contents. On the emulator, nothing can write to them before the
+    /// slice is dropped.
     ///
     /// # Errors
-    /// Whatever a kernel failed with.
+    /// The error of a kernel that failed.
     pub fn as_slice(&self) -> Result<PinnedSlice<'_, T>, Error> {
         self.device.synchronize_all()?;
         let lock = self.is_emulated().then(|| Lock::to_read(self.address));
@@ -116,10 +117,11 @@ impl<T: Pod> Pinned<T> {
         Ok(PinnedSlice { slice: unsafe { std::slice::from_raw_parts(self.host.cast(), self.len) }, _lock: lock })
     }
 
-    /// Its contents, once the device is done. On the emulator nobody can use them before the slice is dropped.
+    /// Waits until the device is done, and returns the contents for changing. On the emulator, nothing else can use
+    /// them before the slice is dropped.
     ///
     /// # Errors
-    /// Whatever a kernel failed with.
+    /// The error of a kernel that failed.
     pub fn as_mut_slice(&mut self) -> Result<PinnedSliceMut<'_, T>, Error> {
         self.device.synchronize_all()?;
         let lock = self.is_emulated().then(|| Lock::to_write(self.address));
@@ -127,17 +129,17 @@ impl<T: Pod> Pinned<T> {
         Ok(PinnedSliceMut { slice: unsafe { self.as_mut_slice_now() }, _lock: lock })
     }
 
-    /// Its contents, without waiting.
+    /// The contents for changing, without waiting.
     ///
     /// # Safety
-    /// Nothing enqueued that uses it is still to be done.
+    /// No enqueued work that uses the memory is still to be done.
     pub unsafe fn as_mut_slice_now(&mut self) -> &mut [T] {
         // SAFETY: live, aligned (to a page, or 16 bytes), initialised, exclusive; the caller's word for the rest.
         unsafe { std::slice::from_raw_parts_mut(self.host.cast(), self.len) }
     }
 }
 
-/// The contents of [`Pinned`] memory.
+/// The contents of [`Pinned`] memory, for reading.
 pub struct PinnedSlice<'a, T> {
     slice: &'a [T],
     _lock: Option<Lock>,
@@ -151,7 +153,7 @@ impl<T> Deref for PinnedSlice<'_, T> {
     }
 }
 
-/// The contents of [`Pinned`] memory, to be changed.
+/// The contents of [`Pinned`] memory, for changing.
 pub struct PinnedSliceMut<'a, T> {
     slice: &'a mut [T],
     _lock: Option<Lock>,
@@ -182,12 +184,12 @@ impl<T> Drop for Pinned<T> {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Enqueues a copy of all of `from` to the elements from `at` on, by the copy engine, on the queue of this buffer's
-    /// device.
+    /// Enqueues a copy of all of `from` to the elements from `at` on. The copy engine does it, in the queue of this
+    /// buffer's device.
     ///
     /// # Safety
-    /// Both stay alive, and nothing else touches either, until the copy is done: where it is
-    /// [recorded](Device::capture), for as long as the graph.
+    /// Both stay alive, and nothing else touches either, until the copy is done. If the copy is
+    /// [recorded](Device::capture), this holds for as long as the graph exists.
     ///
     /// # Errors
     /// A driver error.
@@ -201,7 +203,8 @@ impl<T: Pod> Buffer<T> {
         unsafe { self.device.copy(to, from.address, from.len * size_of::<T>()) }
     }
 
-    /// Enqueues a copy of the first `len` elements of `from` to the first ones here, likewise.
+    /// Enqueues a copy of the first `len` elements of `from` to the first elements of this buffer, as
+    /// [`copy_from_pinned`](Self::copy_from_pinned) does.
     ///
     /// # Safety
     /// As for [`Buffer::copy_from_pinned`].
@@ -210,14 +213,15 @@ impl<T: Pod> Buffer<T> {
     /// A driver error.
     ///
     /// # Panics
-    /// If either is shorter: a bug of the caller.
+    /// If either has fewer elements: a bug of the caller.
     pub unsafe fn copy_start_from_pinned(&mut self, from: &Pinned<T>, len: usize) -> Result<(), Error> {
         assert!(len <= from.len && len <= self.len, "copy of {len} of {} into {}", from.len, self.len);
         // SAFETY: in bounds; the caller's word for the rest.
         unsafe { self.device.copy(self.address, from.address, len * size_of::<T>()) }
     }
 
-    /// Enqueues a copy of the elements from `at` on to all of `to`, likewise.
+    /// Enqueues a copy of the elements from `at` on to all of `to`, as [`copy_from_pinned`](Self::copy_from_pinned)
+    /// does.
     ///
     /// # Safety
     /// As for [`Buffer::copy_from_pinned`].

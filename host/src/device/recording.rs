@@ -1,4 +1,5 @@
-//! What a queue must not do while its work is recorded, and what it keeps for as long as that can be launched again.
+//! Recording of a queue's work: refuses what must not happen meanwhile, and keeps memory while the work can be launched
+//! again.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -6,23 +7,23 @@ use std::sync::{Mutex, MutexGuard};
 use super::{Device, DeviceKind};
 use crate::Error;
 
-/// Of one queue.
+/// The recordings of one queue.
 #[derive(Default)]
 pub(super) struct Recording {
     under_way: AtomicBool,
     deferred: Mutex<DeferredFrees>,
 }
 
-/// Memory that is freed later, since recorded work may still use it.
+/// Memory that is freed later, because recorded work may still use it.
 #[derive(Default)]
 struct DeferredFrees {
-    /// Recordings that are under way or can be launched.
+    /// Recordings that are under way or whose graph can be launched.
     recordings: usize,
-    /// Memory that was given back since.
+    /// Memory that was freed since the first of them began.
     addresses: Vec<u64>,
 }
 
-/// Recording, until it is dropped.
+/// A recording that is under way. Dropping this ends it.
 pub(super) struct UnderWay<'a>(&'a Recording);
 
 impl Drop for UnderWay<'_> {
@@ -36,10 +37,10 @@ impl Recording {
         self.deferred.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Begins: from now on the queue does nothing that cannot be recorded.
+    /// Begins a recording. Until it ends, the queue refuses what cannot be recorded.
     ///
     /// # Errors
-    /// [`Error::Recording`], if it has begun.
+    /// [`Error::Recording`], if another recording is under way.
     pub(super) fn begin(&self) -> Result<UnderWay<'_>, Error> {
         if self.under_way.swap(true, Ordering::AcqRel) {
             return Err(Error::Recording { doing: "another recording" });
@@ -47,12 +48,12 @@ impl Recording {
         Ok(UnderWay(self))
     }
 
-    /// From now on memory is kept that is given back.
+    /// Counts one more recording. While there is any, freed memory is kept.
     pub(super) fn keep(&self) {
         self.deferred().recordings += 1;
     }
 
-    /// Takes memory that is given back: true if it is kept.
+    /// Called when memory is freed. Returns whether it is kept for recorded work.
     pub(super) fn keeps(&self, address: u64) -> bool {
         let mut deferred = self.deferred();
         let keeps = deferred.recordings > 0;
@@ -62,7 +63,7 @@ impl Recording {
         keeps
     }
 
-    /// What was recorded last, or could not be, is never launched again. Returns the memory that nobody needs then.
+    /// Counts one recording less: its graph is gone, or could not be made. Returns the memory that can be freed now.
     pub(super) fn let_go(&self) -> Vec<u64> {
         let mut deferred = self.deferred();
         deferred.recordings -= 1;
@@ -71,7 +72,7 @@ impl Recording {
 }
 
 impl Device {
-    /// Refuses what cannot be recorded, on a queue whose work is.
+    /// Refuses an operation that cannot be recorded, if a recording is under way on this queue.
     ///
     /// # Errors
     /// [`Error::Recording`].
@@ -91,7 +92,7 @@ impl Device {
 mod tests {
     use super::*;
 
-    /// Launches work of a graph.
+    /// Records work and launches its graph.
     fn launched(device: &Device, work: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
         device.capture(work)?.launch()
     }
@@ -103,7 +104,7 @@ mod tests {
         assert!(launched(&device, || buffer.clear()).is_ok());
         let mut out = [0; 4];
         let refused = |result: Result<(), Error>| assert!(matches!(result, Err(Error::Recording { .. })));
-        // Its numbers would be read when the graph is launched.
+        // The numbers would be read from host memory only when the graph is launched.
         refused(launched(&device, || buffer.write(0, &[1, 2])));
         refused(launched(&device, || buffer.read(0, &mut out)));
         refused(launched(&device, || device.zeroed::<u32>(4).map(drop)));
@@ -111,7 +112,7 @@ mod tests {
         refused(launched(&device, || device.mapped(4).map(drop)));
         refused(launched(&device, || device.synchronize()));
         refused(launched(&device, || launched(&device, || Ok(()))));
-        // It has ended.
+        // The recording has ended.
         buffer.write(0, &[1, 2]).unwrap();
         buffer.read(0, &mut out).unwrap();
         assert_eq!(out, [1, 2, 0, 0]);

@@ -1,4 +1,4 @@
-//! Tensor maps: descriptions of matrices in device memory, encoded by the driver for TMA.
+//! Tensor maps: descriptions of tensors in device memory for TMA, encoded by the driver.
 
 use std::ffi::c_void;
 
@@ -10,13 +10,13 @@ use super::cuda::check;
 use super::{Buffer, Device, DeviceKind};
 use crate::Error;
 
-// Values of the driver's enumerations, which `cust` does not have.
+// Values of the driver's enumerations that `cust` lacks.
 const BF16: u32 = 9;
 const WORDS_OF_8: u32 = 4;
 const NOT_INTERLEAVED: u32 = 0;
 const NOT_SWIZZLED: u32 = 0;
 const SWIZZLE_128_BYTES: u32 = 3;
-/// Lines that a copy draws into L2 together.
+/// L2 promotion: a copy brings memory into L2 in units of 256 bytes.
 const PROMOTE_TO_256_BYTES: u32 = 3;
 const ZEROS_BEYOND_EDGES: u32 = 0;
 
@@ -42,23 +42,24 @@ unsafe extern "C" {
 /// Tensor maps in device memory, where kernels read them.
 pub struct TensorMaps(Buffer<u64>);
 
-/// Words of a map.
+/// Words of a tensor map.
 const WORDS: usize = size_of::<TensorMap>() / 8;
 
 impl TensorMaps {
     /// The address of map `i`.
     ///
     /// # Panics
-    /// If there is none: a bug of the caller.
+    /// If there is no map `i`: a bug of the caller.
     pub fn ptr(&self, i: usize) -> Global<TensorMap> {
         assert!((i + 1) * WORDS <= self.0.len(), "there are {} maps", self.0.len() / WORDS);
-        // SAFETY: one of them.
+        // SAFETY: it is one of the maps.
         unsafe { self.0.ptr().cast().at(i) }
     }
 }
 
 impl Device {
-    /// Encodes maps of `matrices` and copies them to the device. A map says where a matrix is; it keeps nothing alive.
+    /// Encodes the maps of `matrices` and copies them to the device. A map contains its matrix's address, but does not
+    /// keep the memory alive.
     ///
     /// # Errors
     /// A matrix that TMA cannot address, too little memory, or a driver error.
@@ -66,7 +67,7 @@ impl Device {
         self.maps(matrices, Matrix::check, |matrix| encode(matrix.into()), TensorMap::emulated)
     }
 
-    /// Encodes maps of `arrays`, likewise.
+    /// As [`tensor_maps`](Self::tensor_maps), for `arrays`.
     ///
     /// # Errors
     /// As [`tensor_maps`](Self::tensor_maps).
@@ -100,15 +101,15 @@ impl Device {
     }
 }
 
-/// A tensor as the driver wants it described, of `RANK` dimensions, the innermost first.
+/// A tensor in the form that the driver wants: `RANK` dimensions, the innermost first.
 struct Described<const RANK: usize> {
     address: u64,
-    /// Of its elements.
+    /// The driver's number for the type of its elements.
     kind: u32,
     sizes: [u64; RANK],
-    /// Bytes from one element to the next, of each dimension but the innermost: of more, the first ones count.
+    /// Bytes from one element to the next in each dimension but the innermost. The last entry is not used.
     strides: [u64; RANK],
-    /// What a copy takes.
+    /// Elements of a box, which is what one copy takes.
     tile: [u32; RANK],
     swizzle: u32,
 }
@@ -140,7 +141,7 @@ impl From<&Matrix> for Described<2> {
     }
 }
 
-/// Has the driver encode a map.
+/// Lets the driver encode a map.
 fn encode<const RANK: usize>(described: Described<RANK>) -> Result<TensorMap, Error> {
     let Described { address, kind, sizes, strides, tile, swizzle } = described;
     let mut map = TensorMap([0; WORDS]);

@@ -1,4 +1,4 @@
-//! Measuring what a device does: events around enqueued work, and work that is enqueued once and replayed.
+//! Events, timers, and graphs: work that is recorded once and then launched as a whole.
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use super::{Device, DeviceKind};
 use crate::Error;
 
 impl Device {
-    /// A stopwatch that the device itself reads.
+    /// A timer for work on this queue, which the device itself reads.
     ///
     /// # Errors
     /// A driver error.
@@ -28,8 +28,8 @@ impl Device {
         Ok(Timer { clock, device: self.clone() })
     }
 
-    /// Makes what is enqueued here from now on wait for what is enqueued on `other`, another queue of this card, so
-    /// far.
+    /// Makes work that is enqueued on this queue from now on wait for all work enqueued so far on `other`, another
+    /// queue of the same card.
     ///
     /// # Errors
     /// A driver error.
@@ -43,7 +43,7 @@ impl Device {
             .map_err(Error::driver("waiting for another queue"))
     }
 
-    /// A point of this queue, still to be set.
+    /// A marker for a point in this queue. It is not set yet.
     ///
     /// # Errors
     /// A driver error.
@@ -58,18 +58,19 @@ impl Device {
         Ok(Marker { event, device: self.clone() })
     }
 
-    /// Records what `work` enqueues on this device, without running it, as one thing to launch.
+    /// Records the work that `work` enqueues on this device, without running it. The result can be launched as a whole.
     ///
-    /// `work` may launch kernels, clear and copy buffers, and copy to and from [`super::Pinned`] memory; to wait, to
-    /// allocate and to touch other memory of the host is refused. Launch its kernels once before: the first launch of a
-    /// kernel may load it. The graph borrows what `work` borrows, and buffers of this queue that go all the same are
-    /// freed when no graph of it is left. The emulator runs `work` at every launch of the graph instead.
+    /// `work` may launch kernels, clear and copy buffers, and copy to and from [`super::Pinned`] memory. Waiting,
+    /// allocating and access to other host memory are refused. Launch its kernels once before: the first launch of a
+    /// kernel may load it. The graph borrows what `work` borrows. Buffers of this queue that are dropped nevertheless
+    /// are freed only when no graph of the queue is left. The emulator records nothing, and runs `work` at every launch
+    /// of the graph.
     ///
-    /// What `work` promises of [addresses](Self::launch) holds for every launch of the graph.
+    /// What `work` promises about [addresses](Self::launch) must hold for every launch of the graph.
     ///
     /// # Errors
-    /// [`Error::Recording`] for what cannot be recorded, whatever else `work` fails with, or the driver's refusal of
-    /// what it enqueued.
+    /// [`Error::Recording`] for something that cannot be recorded, any other error of `work`, or the driver's refusal
+    /// of the recorded work.
     pub fn capture<'w>(&self, mut work: impl FnMut() -> Result<(), Error> + 'w) -> Result<Graph<'w>, Error> {
         let recorded = match &*self.0 {
             DeviceKind::Cuda(cuda) => {
@@ -83,9 +84,10 @@ impl Device {
     }
 }
 
-/// A point of a queue.
+/// A point in a queue.
 pub struct Marker {
-    // Before the device: it lives in its context. None under the emulator, where nothing is ever under way.
+    // Declared before the device, since it lives in the device's context. None under the emulator, where no work is
+    // ever pending.
     event: Option<Event>,
     device: Device,
 }
@@ -94,7 +96,7 @@ pub struct Marker {
 unsafe impl Send for Marker {}
 
 impl Marker {
-    /// Sets it behind everything enqueued so far.
+    /// Sets the marker behind everything enqueued so far.
     ///
     /// # Errors
     /// A driver error.
@@ -102,29 +104,29 @@ impl Marker {
         self.event.as_ref().map_or(Ok(()), |event| record_event(&self.device, event))
     }
 
-    /// Waits until what was enqueued before it is done, whatever was enqueued since. Before one that was never set
-    /// there is nothing.
+    /// Waits until everything enqueued before the marker is done. Work enqueued since is not waited for. Returns at
+    /// once if the marker was never set.
     ///
     /// # Errors
-    /// Whatever a kernel failed with.
+    /// The error of a kernel that failed.
     pub fn wait(&self) -> Result<(), Error> {
         let Some(event) = &self.event else { return Ok(()) };
         event.synchronize().map_err(Error::driver("running the kernels"))
     }
 
-    /// Whether what was enqueued before it is done.
+    /// Whether everything enqueued before the marker is done.
     ///
     /// # Errors
-    /// Whatever a kernel failed with.
+    /// The error of a kernel that failed.
     pub fn is_passed(&self) -> Result<bool, Error> {
         let Some(event) = &self.event else { return Ok(true) };
         event.query().map(|status| status == EventStatus::Ready).map_err(Error::driver("running the kernels"))
     }
 }
 
-/// Device time between two points of a queue.
+/// Measures the device time between two points in a queue.
 pub struct Timer {
-    // Before the device: events live in its context.
+    // Declared before the device: events live in the device's context.
     clock: Clock,
     device: Device,
 }
@@ -138,7 +140,7 @@ enum Clock {
 unsafe impl Send for Timer {}
 
 impl Timer {
-    /// Starts it after everything enqueued so far.
+    /// Starts the timer after everything enqueued so far.
     ///
     /// # Errors
     /// A driver error.
@@ -152,7 +154,7 @@ impl Timer {
         }
     }
 
-    /// Stops it after everything enqueued so far.
+    /// Stops the timer after everything enqueued so far.
     ///
     /// # Errors
     /// A driver error.
@@ -166,10 +168,10 @@ impl Timer {
         }
     }
 
-    /// Milliseconds from start to stop; waits for both.
+    /// Milliseconds from start to stop. Waits until both points are reached.
     ///
     /// # Errors
-    /// A timer that was not started and stopped, or whatever the work between failed with.
+    /// The timer was not started or not stopped, or the work in between failed.
     pub fn elapsed_ms(&self) -> Result<f64, Error> {
         match &self.clock {
             Clock::Events(start, stop) => {
@@ -180,7 +182,7 @@ impl Timer {
         }
     }
 
-    /// Milliseconds that what `work` enqueues takes; waits for it.
+    /// Milliseconds that the work which `work` enqueues takes. Waits for this work.
     ///
     /// # Errors
     /// Whatever `work` fails with.
@@ -192,26 +194,26 @@ impl Timer {
     }
 }
 
-/// Puts `event` behind everything enqueued on `device` so far.
+/// Records `event` behind everything enqueued on `device` so far.
 fn record_event(device: &Device, event: &Event) -> Result<(), Error> {
     let DeviceKind::Cuda(cuda) = &*device.0 else { return Ok(()) };
     cuda.enter()?;
     event.record(cuda.stream()).map_err(Error::driver("recording an event"))
 }
 
-/// Work that was recorded by [`Device::capture`].
+/// Work that [`Device::capture`] recorded.
 pub struct Graph<'w> {
-    // Before the device: it lives in its context.
+    // Declared before the device, since it lives in the device's context.
     recorded: Option<Recorded>,
     work: Box<dyn FnMut() -> Result<(), Error> + 'w>,
     device: Device,
 }
 
 impl Graph<'_> {
-    /// Enqueues it all on the queue that it was recorded from.
+    /// Enqueues all of the work on the queue that it was recorded from.
     ///
     /// # Errors
-    /// A driver error; under the emulator, whatever the work fails with.
+    /// A driver error; under the emulator, also any error of the work.
     pub fn launch(&mut self) -> Result<(), Error> {
         let (Some(recorded), DeviceKind::Cuda(cuda)) = (&self.recorded, &*self.device.0) else {
             let _recording = self.device.recording().begin()?;
@@ -219,15 +221,15 @@ impl Graph<'_> {
         };
         self.device.refuse_while_recording("the launch of a graph")?;
         cuda.enter()?;
-        // SAFETY: the graph is ours; what it uses is borrowed by it, kept by its queue, or promised to live by who
-        // enqueued it.
+        // SAFETY: the graph is ours. The memory that it uses is borrowed by it, or kept by its queue, or was promised
+        // to live by whoever enqueued the work.
         check("launching a graph", unsafe { sys::cuGraphLaunch(recorded.0, cuda.stream().as_inner()) })
     }
 }
 
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
-        // What the graph uses may be freed next.
+        // The memory that the graph uses may be freed after this.
         let _ = self.device.synchronize();
         if let (Some(recorded), DeviceKind::Cuda(cuda)) = (self.recorded.take(), &*self.device.0) {
             drop(recorded);
@@ -253,7 +255,7 @@ fn record(cuda: &Cuda, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Re
     check("recording a graph", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
     let worked = work();
     let mut graph = std::ptr::null_mut();
-    // Ended whatever `work` said, or the queue would stay unusable.
+    // The recording is ended even if `work` failed, or else the queue would stay unusable.
     // SAFETY: `graph` is valid for a write, and the stream is being captured.
     let ended = check("recording a graph", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
     let mut recorded = Recorded(std::ptr::null_mut());
@@ -262,13 +264,13 @@ fn record(cuda: &Cuda, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Re
         check("making a graph", unsafe { sys::cuGraphInstantiateWithFlags(&mut recorded.0, graph, 0) })
     });
     if !graph.is_null() {
-        // SAFETY: made above, destroyed once; what was instantiated from it is a thing of its own.
+        // SAFETY: made above, destroyed once; the instance made from it does not depend on it.
         unsafe { sys::cuGraphDestroy(graph) };
     }
     match made {
         Ok(()) => Ok(recorded),
         Err(error) => {
-            // Nothing was made that could be destroyed.
+            // No instance was made, so there is nothing to destroy.
             std::mem::forget(recorded);
             Err(error)
         }

@@ -1,5 +1,5 @@
-//! Much data to the device at the rate of the bus: several threads fill pinned memory, and copies from it are enqueued
-//! as soon as a piece is complete.
+//! Uploads much data at the rate of the bus. Several threads fill pinned memory, and the copy of each piece is enqueued
+//! as soon as the piece is filled.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,66 +11,67 @@ use bytemuck::Pod;
 use super::{Buffer, Device, Marker, Pinned, is_within};
 use crate::Error;
 
-/// Bytes that a thread fills at a time, or a unit of its region if that is more: a copy costs the driver microseconds,
-/// whatever its size.
+/// Bytes that a thread fills at a time; one unit of the region, if that is more. Larger pieces mean fewer copies, each
+/// of which costs the driver the same time.
 const PIECE_BYTES: usize = 2 << 20;
-/// Pieces of a thread: one travels while the other is filled.
+/// Pieces that a thread has in memory: one is copied while the other is filled.
 const SLOTS: usize = 2;
-/// Most threads; beyond so many the bus does not keep up.
+/// Most threads. More would not be faster, since the bus is the limit then.
 const MOST_THREADS: usize = 16;
 
-/// Writes the bytes of region `i`, counted over all groups, from byte `at` on: `fill(i, at, out)`.
+/// `fill(i, at, out)` writes the bytes of region `i` from byte `at` on to `out`. Regions are counted over all groups.
 pub type Fill<'a> = dyn Fn(usize, usize, &mut [u8]) -> Result<(), Error> + Sync + 'a;
 
-/// What regions are filled with.
+/// Where the data comes from, and what happens after it has arrived.
 pub struct Filling<'a> {
-    /// Their bytes.
+    /// Supplies the bytes of the regions.
     pub fill: &'a Fill<'a>,
-    /// Enqueues what comes behind the copies of a group.
+    /// Called with a group's number when all its copies are enqueued. Enqueues the work that follows them.
     pub then: &'a (dyn Fn(usize) -> Result<(), Error> + Sync),
 }
 
-/// Regions that something comes behind.
+/// Regions whose data some work needs together.
 #[derive(Clone, Debug, Default)]
 pub struct Group {
-    /// The regions.
+    /// The regions to fill.
     pub regions: Vec<Region>,
-    /// The group before it whose memory it takes: it is filled behind what comes behind that one.
+    /// An earlier group that uses the same memory, if any. This group is filled only after that group's work was
+    /// enqueued.
     pub after: Option<usize>,
 }
 
-/// Device memory that is to be filled: elements of a buffer.
+/// Device memory to fill: a range of elements of a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Region {
     address: u64,
     bytes: usize,
-    /// Bytes that are filled together.
+    /// Bytes that must be filled together.
     unit: usize,
 }
 
 impl Region {
-    /// The same, filled in pieces that begin and end at a multiple of so many bf16 elements (or at its end).
+    /// The same region, cut only at multiples of `elements` bf16 elements (and at its end).
     ///
     /// # Panics
-    /// If it is none: a bug of the caller.
+    /// If `elements` is 0: a bug of the caller.
     pub fn in_units(self, elements: usize) -> Self {
         assert!(elements > 0, "units of nothing");
         Self { unit: 2 * elements, ..self }
     }
 
-    /// Bytes of all of it.
+    /// Bytes of the region.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes of a piece: as many units as fit into [`PIECE_BYTES`], or one.
+    /// Bytes of a piece: as many units as fit in [`PIECE_BYTES`], but at least one.
     fn piece_bytes(&self) -> usize {
         (PIECE_BYTES / self.unit).max(1) * self.unit
     }
 }
 
 impl<T: Pod> Buffer<T> {
-    /// So many elements from `at` on.
+    /// The region of `len` elements from `at` on, for [`Device::fill_regions`].
     ///
     /// # Panics
     /// If the range does not fit: a bug of the caller.
@@ -80,47 +81,48 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// What is to be filled, and how it is cut.
+/// The whole upload, cut into pieces.
 struct Work<'a> {
     device: &'a Device,
     groups: &'a [Group],
     filling: &'a Filling<'a>,
     pieces: Vec<Piece>,
-    /// Of the largest piece.
+    /// Bytes of the largest piece.
     slot_bytes: usize,
     next: AtomicUsize,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// What a thread fills at a time.
+/// The part of a region that a thread fills at a time.
 #[derive(Clone, Copy)]
 struct Piece {
     group: usize,
     region: Region,
-    /// The region's number among all.
+    /// The region's number, counted over all groups.
     number: usize,
-    /// The first byte.
+    /// The first byte in the region.
     at: usize,
 }
 
 struct State {
-    /// Pieces of each group whose copies are not enqueued yet, and one more until what comes behind them is.
+    /// For each group, the pieces whose copies are not enqueued yet; plus one until the work after the group is
+    /// enqueued.
     left: Vec<usize>,
     stopped: bool,
 }
 
 impl Device {
-    /// Fills the regions of `groups` in their order, on several threads. It all has arrived when this returns.
-    /// `progress` hears the bytes of each piece that was sent.
+    /// Fills the regions of `groups` in order, on several threads, and returns when all data has arrived. `progress` is
+    /// called with the bytes of each piece that was sent; breaking stops the upload.
     ///
     /// # Errors
-    /// Of the pieces that `filling` failed with, the first one's error; [`Error::Interrupted`] when `progress` breaks;
-    /// a driver error.
+    /// If pieces failed, the error of the first one in order; [`Error::Interrupted`] if `progress` broke; a driver
+    /// error.
     ///
     /// # Safety
-    /// The regions' buffers are alive, and nothing else touches the regions but what comes behind them; regions that
-    /// share memory are of groups of which one is [after](Group::after) the other.
+    /// The regions' buffers are alive, and nothing else touches the regions but the work that follows them. If regions
+    /// share memory, one of their groups is [after](Group::after) the other.
     pub unsafe fn fill_regions(
         &self,
         groups: &[Group],
@@ -130,7 +132,7 @@ impl Device {
         let work = Work::new(self, groups, filling);
         for (group, &left) in work.state().left.clone().iter().enumerate() {
             if left == 1 {
-                // Nothing is in front of it.
+                // The group has no pieces to wait for.
                 work.end(group)?;
             }
         }
@@ -156,7 +158,7 @@ impl Device {
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
                 thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
-            // Pieces are begun in their order: all before the first that failed were tried.
+            // Threads take pieces in order, so every piece before the first failed one was tried.
             threads.into_iter().filter_map(join).min_by_key(|(piece, _)| *piece)
         });
         match failed {
@@ -167,7 +169,7 @@ impl Device {
     }
 }
 
-/// A thread's pinned memory, each part with the point at which its copy is done.
+/// A thread's pinned buffers, each with a marker for the end of its last copy.
 type Slots = [(Pinned<u8>, Marker); SLOTS];
 
 impl<'a> Work<'a> {
@@ -198,18 +200,18 @@ impl<'a> Work<'a> {
         Ok([slot()?, slot()?])
     }
 
-    /// Nobody panics while it is held.
+    /// Locks the state. No thread panics while it holds the lock.
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No more pieces are begun.
+    /// Stops the upload: no more pieces are begun.
     fn stop(&self) {
         self.state().stopped = true;
         self.changed.notify_all();
     }
 
-    /// Waits until a piece may be filled; says whether it is to be.
+    /// Waits until a piece may be filled. Returns whether to fill it: not if the upload was stopped.
     fn may_fill(&self, piece: &Piece) -> bool {
         let after = self.groups[piece.group].after;
         let waits = |state: &mut State| !state.stopped && after.is_some_and(|after| state.left[after] > 0);
@@ -217,7 +219,7 @@ impl<'a> Work<'a> {
         !state.stopped
     }
 
-    /// Enqueues what comes behind a group.
+    /// Enqueues the work that follows a group.
     fn end(&self, group: usize) -> Result<(), Error> {
         (self.filling.then)(group)?;
         self.state().left[group] = 0;
@@ -225,7 +227,8 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Takes pieces until there is none left, and waits for their copies. Gives the piece that failed, and why.
+    /// Fills pieces until none is left, then waits for their copies. Returns the number of the piece that failed, and
+    /// its error.
     ///
     /// # Safety
     /// As for [`Device::fill_regions`].
@@ -241,7 +244,7 @@ impl<'a> Work<'a> {
             turn += 1;
             // SAFETY: the caller's word.
             match unsafe { self.send(slot, piece) } {
-                // Nobody hears it where the caller is past caring.
+                // The receiver may be gone; then the number is not needed.
                 Ok(bytes) => drop(sent.send(bytes)),
                 Err(error) => {
                     self.stop();
@@ -249,13 +252,13 @@ impl<'a> Work<'a> {
                 }
             }
         };
-        // The memory is given back after this.
+        // The slots' memory is freed when this returns.
         let ended = slots.iter().try_for_each(|(_, done)| done.wait());
         failed.or(ended.err().map(|error| (usize::MAX, error)))
     }
 
-    /// Fills a slot with a piece once its last copy is done, and enqueues the copy; and what comes behind the piece's
-    /// group, if it is the last one.
+    /// Fills a slot with a piece, once the slot's last copy is done, and enqueues the copy. If the piece is the last of
+    /// its group, also enqueues the work that follows the group.
     ///
     /// # Safety
     /// As for [`Device::fill_regions`].
@@ -263,7 +266,7 @@ impl<'a> Work<'a> {
         done.wait()?;
         let Piece { group, region, number, at } = *piece;
         let bytes = region.piece_bytes().min(region.bytes - at);
-        // SAFETY: the copy out of it is done, and nothing else uses it.
+        // SAFETY: the last copy out of the slot is done, and nothing else uses it.
         let out = unsafe { &mut pinned.as_mut_slice_now()[..bytes] };
         (self.filling.fill)(number, at, out)?;
         // SAFETY: the piece is within its region, which is alive by the caller's word; the slot lives until the marker.
@@ -285,7 +288,7 @@ impl<'a> Work<'a> {
 mod tests {
     use super::*;
 
-    /// What byte `at` of region `i` is to be.
+    /// The expected byte `at` of region `i`.
     fn byte(i: usize, at: usize) -> u8 {
         (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(i as u64 * 77).to_le_bytes()[5]
     }
@@ -297,7 +300,7 @@ mod tests {
 
     const LENGTHS: [usize; 5] = [3, PIECE_BYTES, 0, 2 * PIECE_BYTES + 5, 7];
 
-    /// With nothing behind them.
+    /// Fills the regions as one group, with no work after them.
     fn fill_all(
         device: &Device,
         regions: Vec<Region>,
@@ -310,7 +313,7 @@ mod tests {
     }
 
     fn regions(buffers: &[Buffer<u8>]) -> Vec<Region> {
-        // The first byte of each is nobody's.
+        // The first byte of each buffer belongs to no region.
         buffers.iter().map(|buffer| buffer.region(1, buffer.len() - 1)).collect()
     }
 
@@ -334,7 +337,7 @@ mod tests {
         }
     }
 
-    /// Pieces of a region with units begin at a multiple of them, whether many fit into a piece or not one.
+    /// Pieces of a region begin at a multiple of its unit, whether many units fit in a piece or not even one.
     #[test]
     fn units_are_not_cut() {
         let device = Device::emulator(0);
@@ -365,7 +368,7 @@ mod tests {
         let device = Device::emulator(0);
         let buffers: Vec<Buffer<u8>> = (0..40).map(|_| device.zeroed(64).unwrap()).collect();
         let fail = |i: usize, _: usize, _: &mut [u8]| {
-            // The first to fail is the last to say so.
+            // The first piece that fails is the last to report it.
             std::thread::sleep(std::time::Duration::from_millis(if i == 3 { 20 } else { 0 }));
             if i >= 3 { Err(Error::Emulator(format!("region {i}"))) } else { Ok(()) }
         };
@@ -387,7 +390,8 @@ mod tests {
         assert!(matches!(ended, Err(Error::Interrupted)));
         assert!(filled.into_inner() < buffers.len());
     }
-    /// Ten groups take turns in two buffers: behind each its bytes are all there, and nobody else's yet.
+    /// Ten groups take turns in two buffers. When a group's work runs, all of its bytes have arrived, and the next
+    /// group's have not.
     #[test]
     fn memory_is_filled_anew_behind_what_reads_it() {
         const BYTES: usize = 3 * PIECE_BYTES + 100;
@@ -408,7 +412,7 @@ mod tests {
             Ok(())
         };
         let groups: Vec<Group> = (0..10).map(group).collect();
-        // SAFETY: the buffers outlive the call, and are this test's.
+        // SAFETY: the buffers outlive the call, and only this test uses them.
         let filled = unsafe {
             device.fill_regions(&groups, &Filling { fill: &write, then: &then }, &mut |_| ControlFlow::Continue(()))
         };
@@ -416,9 +420,9 @@ mod tests {
         let mut ended = ended.into_inner().unwrap();
         ended.sort_unstable();
         assert_eq!(ended, (0..10).collect::<Vec<_>>());
-        // What fails there is told, and nobody waits for it for ever.
+        // An error in that work is reported, and no thread waits for ever.
         let then = |i: usize| if i == 3 { Err(Error::Emulator("behind group 3".into())) } else { Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: the buffers outlive the call, and only this test uses them.
         let filled = unsafe {
             device.fill_regions(&groups, &Filling { fill: &write, then: &then }, &mut |_| ControlFlow::Continue(()))
         };

@@ -1,6 +1,6 @@
-//! How long a drafter whose drafts are hopeless is left alone: exponential backoff.
+//! Exponential backoff: how long a drafter rests when its drafts are hopeless.
 
-/// Time between two trials, in tokens or steps: doubled by each trial that changes nothing.
+/// The time between two trials, in tokens or steps. Each trial that changes nothing doubles it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Backoff {
     first: u32,
@@ -9,7 +9,7 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    /// Begins at `first`, which is not more than `most`.
+    /// Begins at `first`, which must not exceed `most`.
     pub(crate) const fn new(first: u32, most: u32) -> Self {
         Self { first, most, length: first }
     }
@@ -24,7 +24,7 @@ impl Backoff {
         self.length = (2 * self.length).min(self.most);
     }
 
-    /// After one that did.
+    /// After a trial that changed something.
     pub(crate) fn reset(&mut self) {
         self.length = self.first;
     }

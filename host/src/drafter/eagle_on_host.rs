@@ -1,8 +1,8 @@
 //! The passes of an EAGLE-3 head on the CPU.
 //!
-//! Row `i` of a head stands for the tokens `i` and `i + 1` of the text: the model's hidden states of the first, and the
-//! embedding of the second. So the newest token's row waits for nothing, as the model has just run the one before it.
-//! Rows of drafts begin with the head's own hidden states instead; they leave the cache when the model's are there.
+//! Row `i` of a head combines two tokens of the text: the model's hidden states of token `i`, and the embedding of
+//! token `i + 1`. So the row of the newest token can run at once, as the model has just run the token before it. Rows
+//! of drafts use the head's own hidden states instead. They leave the cache once the model's hidden states are known.
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use model::sampling::argmax;
@@ -11,7 +11,7 @@ use model::{Checkpoint, CpuEagle, EagleHead, HiddenStates, KvCache};
 use super::passes_on_host::Passes;
 use crate::Error;
 
-/// Hidden states that are kept while the model reads a prompt: then the head reads along.
+/// While the model reads a prompt, the head reads along as soon as this many hidden states wait.
 const MOST_WAITING: usize = 64;
 
 /// A head with its cache.
@@ -19,19 +19,19 @@ pub(super) struct EagleOnHost {
     head: CpuEagle,
     taps: [usize; 3],
     cache: KvCache,
-    /// The text up to the second token of the last row in the cache that began with the model's hidden states.
+    /// The text up to the second token of the last cached row that was made from the model's hidden states.
     text: Vec<u32>,
-    /// The model's hidden states of the tokens from the last of `text` on, `[tokens, 3, hidden]`.
+    /// The model's hidden states that no row has used yet, from the last token of `text` on, `[tokens, 3, hidden]`.
     waiting: Vec<f32>,
-    /// The head's own of its last row, `[hidden]`.
+    /// The head's own hidden state after its last row, `[hidden]`.
     own: Vec<f32>,
-    /// Whether numbers of this sequence were not finite: there are no more drafts then.
+    /// Whether a pass over this sequence gave numbers that are not finite. There are no more drafts then.
     failed: bool,
     logits: Vec<f32>,
 }
 
 impl EagleOnHost {
-    /// `head`, to draft for `model` in sequences of up to `capacity` tokens.
+    /// A drafter that uses `head` to draft for `model`, in sequences of up to `capacity` tokens.
     ///
     /// # Errors
     /// A head that was made for another model.
@@ -48,22 +48,23 @@ impl EagleOnHost {
         })
     }
 
-    /// Rows in the cache that began with the model's hidden states.
+    /// Cached rows that were made from the model's hidden states.
     fn rows(&self) -> usize {
         self.text.len().saturating_sub(1)
     }
 
-    /// Numbers of a token's hidden states.
+    /// Elements in the hidden states of one token.
     fn states_len(&self) -> usize {
         3 * self.head.head().config.plan.hidden
     }
 
-    /// Tokens whose hidden states wait.
+    /// Tokens whose hidden states no row has used yet.
     fn waiting(&self) -> usize {
         self.waiting.len() / self.states_len()
     }
 
-    /// Runs so many rows of `history`, whose hidden states wait; with logits after the last, or without.
+    /// Runs the next `rows` rows of `history`, whose hidden states wait. `logits`: whether to compute them after the
+    /// last row.
     fn read(&mut self, history: &[u32], rows: usize, logits: bool) {
         let (first, used) = (self.rows(), rows * self.states_len());
         let states = HiddenStates::OfModel(&self.waiting[..used]);
@@ -79,7 +80,7 @@ impl EagleOnHost {
         }
     }
 
-    /// The model's token for the head's best.
+    /// The head's best token, as the model numbers it.
     fn best(&self) -> u32 {
         self.head.head().targets()[argmax(&self.logits) as usize]
     }
@@ -127,13 +128,13 @@ impl Passes for EagleOnHost {
         if self.failed {
             return;
         }
-        // What the model had to run again is here already.
+        // Tokens that the model had to run again are skipped: their hidden states are here already.
         let here = self.rows() + self.waiting();
         let skipped = here.saturating_sub(first) * self.states_len();
         self.waiting.extend_from_slice(states.get(skipped..).unwrap_or_default());
         if self.waiting() >= MOST_WAITING {
             self.cache.truncate(self.rows());
-            // The last one's row needs the token after it.
+            // A row needs the token after its hidden states, and the newest token has none after it.
             let rows = self.waiting().min(history.len() - 1 - self.rows());
             self.read(history, rows, false);
         }

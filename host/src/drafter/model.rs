@@ -1,8 +1,8 @@
-//! Drafts by a model or a head on a device: its passes run in the loop's own queue, and the host waits for none.
+//! Drafts by a model or a head on a device. Its passes run in the decode loop's own queue, and the host waits for none.
 //!
-//! Where drafts are hopeless the host leaves the passes out until the cache lacks [`REST`] tokens. Then one draft is
-//! tried, and each time that it is wrong the next rest of a model is twice as long. What a long rest leaves unread is
-//! read as a prompt is.
+//! If drafts are hopeless, the host enqueues no passes until the draft cache lacks [`REST`] tokens. Then one draft is
+//! tried. Each time this draft is wrong, the next rest of a model is twice as long. The tokens that a long rest leaves
+//! unread are read as a prompt is.
 
 use std::ops::Range;
 
@@ -27,28 +27,29 @@ use crate::prefill::Prefill;
 use crate::sampler::Sampler;
 use crate::tuning::{DRAFT_COST, DRAFT_LAYER_BYTES};
 
-/// How many tokens before it would be full the first pass of a chain catches up: about as many as steps of one row
-/// bring before a pass runs that the host enqueues.
+/// The cache catches up when the first pass of a chain still has room for this many tokens more. The margin is about as
+/// many tokens as steps of one row bring between the enqueuing of a pass and its run.
 const EARLY: u32 = 4;
-/// Tokens that the cache lacks before a draft is tried though none is worth its pass: at first, and at most. Of a head
-/// always the first, as hidden states have few slots.
+/// The first rest: how many tokens the cache lacks before a draft is tried although none is worth its pass. All rests
+/// of a head are this long, because hidden states have few slots.
 const REST: u32 = MAX_DECODE_ROWS - 2 * EARLY;
+/// The longest rest of a model.
 const MOST_REST: u32 = 16 * REST;
-/// Rows up to which a decode step is the kernel for few.
+/// Most rows that the decode kernel for few rows runs.
 const FEW_ROWS: u32 = 8;
 
-/// What passes of a drafter are.
+/// What the passes of a drafter run.
 pub(crate) enum Passes {
-    /// Those of a whole model.
+    /// A whole model.
     Model(Forward),
-    /// Those of a head.
+    /// An EAGLE-3 head.
     Head(Head),
 }
 
 /// An EAGLE-3 head.
 pub(crate) struct Head {
     forward: Forward,
-    /// `[draft_vocab]` the model's token for each of its own.
+    /// `[draft_vocab]` the model's number for each token of the head.
     targets: Buffer<u32>,
     /// Parameters that a pass reads.
     parameters: usize,
@@ -63,7 +64,7 @@ impl Head {
 }
 
 impl Passes {
-    /// A head's, to draft for `model`, which is to live as long.
+    /// The passes of `head`, which drafts for `model`. `model` must live as long.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -74,7 +75,7 @@ impl Passes {
         Ok(Self::Head(Head { targets, parameters, forward: Forward::of_head(head, model, room)? }))
     }
 
-    /// The model, if they are one's.
+    /// The draft model, if these are the passes of one.
     pub(crate) fn model(&mut self) -> Option<&mut Forward> {
         match self {
             Self::Model(forward) => Some(forward),
@@ -86,45 +87,49 @@ impl Passes {
 /// A draft model or a head on a device, with its own cache.
 pub(crate) struct ModelDrafter {
     forward: Forward,
-    /// Of a head: [`Head::targets`].
+    /// For a head: [`Head::targets`].
     targets: Option<Buffer<u32>>,
     sampler: Sampler,
-    /// As [`Likeliest::notes`].
+    /// The notes of the passes, as [`Likeliest::notes`].
     notes: Buffer<u32>,
-    /// [`Wanted`] of the next pass.
+    /// What the next pass is to note: [`Wanted`].
     noted: Buffer<u32>,
-    /// [`DraftWords`].
+    /// The words of the draft kernels: [`DraftWords`].
     words: Buffer<u32>,
-    /// As [`PlanTree::told`].
+    /// The reports of the plans, as [`PlanTree::told`].
     told: Mapped,
     ngram: NgramOperator,
     guess: Buffer<i32>,
     guess_rows: Buffer<i32>,
-    /// Tokens that there are in the model that is drafted for.
+    /// Vocabulary size of the model that is drafted for.
     vocab: u32,
-    /// What a pass takes beside a step of that model.
+    /// The cost of a pass, as a share of a step of the model that is drafted for.
     pass: u32,
     draft: ModelDraft,
-    /// Passes that the next proposal gets: the host knows how long a chain was worth it a few steps ago.
+    /// Passes to enqueue for the next proposal. The host chooses their number by how long a chain was worth its passes
+    /// a few steps ago, as newer reports have not arrived.
     passes: u32,
-    /// Proposals made for this sequence, and reports heard of it: of its prompt, then of each proposal.
+    /// Proposals enqueued for this sequence.
     proposed: u32,
+    /// Reports heard about this sequence: first that of the prompt, then one for each proposal.
     heard: u32,
-    /// The proposal with which the last rest ended.
+    /// The number of the proposal that ended the last rest; 0 before the first.
     woken: u32,
-    /// Tokens that the cache lacks before the next does.
+    /// How many tokens the cache lacks when the next rest ends.
     rest: Backoff,
     /// The sequence as far as the host knows it.
     text: Vec<u32>,
-    /// Which of its tokens a model reads as a prompt before the next proposal, and up to where it has.
+    /// The tokens of `text` that a draft model reads as a prompt before the next proposal.
     unread: Range<usize>,
+    /// How many tokens of `text` were read as a prompt.
     read: usize,
-    /// Tokens of prompts whose keys and values are in the cache: of a head, the rows' second tokens are among them.
+    /// The tokens that were read as a prompt: their keys and values are in the cache. For a head, they include the
+    /// second token of the last row.
     cached: Vec<u32>,
 }
 
 impl ModelDrafter {
-    /// With the memory of `passes`, to draft for a model of this `config`.
+    /// A drafter with the weights and memory of `passes`, which drafts for a model of this `config`.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -167,12 +172,12 @@ impl ModelDrafter {
         })
     }
 
-    /// What a draft's row costs; nothing where all are to run.
+    /// The cost of a draft's row. Zero if all drafts are to run.
     fn row_cost(&self) -> Cost {
         if self.draft.adaptive { DRAFT_COST } else { Cost::default() }
     }
 
-    /// What the passes said.
+    /// Where the likeliest tokens of the passes are.
     fn likeliest(&self) -> Likeliest {
         Likeliest {
             notes: self.notes.ptr(),
@@ -182,7 +187,7 @@ impl ModelDrafter {
         }
     }
 
-    /// How much further in the history a row's token lies than its position.
+    /// The offset from a row's position to its token's index in the history: 1 for a head, 0 for a model.
     fn shift(&self) -> u32 {
         self.targets.is_some().into()
     }
@@ -192,14 +197,14 @@ impl ModelDrafter {
         self.targets.is_some()
     }
 
-    /// Of a head, how many tokens of a prompt that is begun need no more hidden states.
+    /// For a head: how many of the first tokens of a new prompt need no more hidden states.
     pub(crate) fn known(&self, prompt: &[u32]) -> usize {
         let same = self.cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         same.saturating_sub(1)
     }
 
-    /// Of a head, enqueues passes over the rows of `count` tokens of a `prompt` from `at` on: the last token of the
-    /// prompt has no row yet.
+    /// For a head: enqueues passes over the rows of `count` tokens of `prompt`, from index `at` on. The prompt's last
+    /// token has no row yet.
     ///
     /// # Safety
     /// When they run, the state's history holds the prompt, and `states` the hidden states of these tokens.
@@ -217,7 +222,7 @@ impl ModelDrafter {
         let end = (at + count).min(prompt.len() - 1);
         // SAFETY: the caller's word: the history has a token more than there are rows.
         let history = unsafe { state.history.at(1) };
-        // The token of a row is one further on.
+        // A row at position `i` reads the token at index `i + 1`.
         let state = SequenceState { history, ..state };
         for start in (at..end).step_by(MAX_ROWS as usize) {
             let count = (end - start).min(MAX_ROWS as usize);
@@ -233,12 +238,12 @@ impl ModelDrafter {
         Ok(())
     }
 
-    /// A pass over the rows that are planned by then, at most so many, at positions below `end`.
+    /// A pass over the rows that are planned when it runs: at most `most_rows`, at positions below `end`.
     fn pass(&self, most_rows: u32, end: u32, output: RowOutput) -> Pass {
         Pass { rows: self.forward.rows(), most_rows, end, tiles: None, output }
     }
 
-    /// Enqueues passes over what is to be read as a prompt, if there is anything.
+    /// Enqueues passes over the `unread` tokens, if there are any.
     fn enqueue_unread(&mut self, device: &Device, state: SequenceState) -> Result<(), Error> {
         let unread = std::mem::take(&mut self.unread);
         if unread.is_empty() {
@@ -266,17 +271,17 @@ impl ModelDrafter {
         Ok(())
     }
 
-    /// Enqueues the n-gram match that adds to what `to` holds, if there is one.
+    /// Enqueues an n-gram match that appends to the drafts in `to`, if the settings have one.
     fn enqueue_match(&self, at: &Between<'_>, to: (&Buffer<i32>, &Buffer<i32>), length: u32) -> Result<(), Error> {
         if self.draft.ngram.is_none() {
             return Ok(());
         }
         let params = self.ngram.params(at, self.draft.match_settings(), to);
-        // SAFETY: the history is as `Between` says; the others are buffers of self and of the proposals.
+        // SAFETY: the history is as `Between` says. The other addresses are of buffers of self and of the proposals.
         unsafe { self.ngram.enqueue(at.device(), length, params) }
     }
 
-    /// Enqueues the choice whether to draft, and the rows of the first pass, of which there are at most `room`.
+    /// Enqueues the kernel that decides whether to draft and plans the rows of the first pass, at most `room`.
     fn enqueue_plan(&self, at: &Between<'_>, room: u32) -> Result<(), Error> {
         let matches = self.draft.ngram.is_some();
         let plan = PlanDraft {
@@ -304,18 +309,20 @@ impl ModelDrafter {
                 },
             },
         };
-        // SAFETY: the state is as `Between` says; the others are buffers, sized as the parameter block says.
+        // SAFETY: the state is as `Between` says. The other addresses are of buffers, sized as the parameter block
+        // says.
         unsafe { at.device().launch::<draft_model::plan_draft>(1, 0, plan) }
     }
 
-    /// Passes of the next proposal, after the report of one that was made when there were `length` tokens.
+    /// The number of passes for the next proposal. `told` is the report of the proposal that was made at a text of
+    /// `length` tokens.
     fn passes_after(&mut self, told: DraftReport, length: usize) -> u32 {
         if told.wanted > 0 {
             self.rest.reset();
-            // One more, so that chains can grow again.
+            // One more than was worthwhile, so that chains can grow again.
             return (told.wanted + 1).min(self.draft.depth());
         }
-        // How a trial fared, the proposal behind it tells.
+        // The report of the next proposal tells how a trial fared.
         if self.heard == self.woken + 1 && self.woken > 0 {
             if told.agreed > 0 { self.rest.reset() } else { self.rest.lengthen() }
         }
@@ -331,7 +338,7 @@ impl ModelDrafter {
         1
     }
 
-    /// Enqueues the plan of the next step, with the best of what is proposed.
+    /// Enqueues the plan of the next step, whose rows are the best nodes of the proposal.
     fn enqueue_tree(&self, at: &Between<'_>) -> Result<(), Error> {
         let plan = PlanTree {
             rows: at.plan.rows,
@@ -348,14 +355,16 @@ impl ModelDrafter {
             branches: self.draft.branches,
             max_length: at.accept.max_length,
         };
-        // SAFETY: the plan's addresses are as `Between` says; the others are buffers of self.
+        // SAFETY: the plan's addresses are as `Between` says. The others are of buffers of self.
         unsafe { at.device().launch::<tree::plan_tree>(1, 0, plan) }
     }
 
-    /// Enqueues a pass over at most `most_rows` rows at positions below `end`, and what becomes of its last row.
+    /// Enqueues pass `number` of a chain, over at most `most_rows` rows at positions below `end`, and the kernel that
+    /// makes the next draft from its last row.
     fn enqueue_pass(&self, at: &Between<'_>, number: u32, most_rows: u32, end: u32) -> Result<(), Error> {
-        // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both zero the counters; a
-        // head's first is of rows whose hidden states are there, as it is never so far behind that they are gone.
+        // SAFETY: the first pass is behind `plan_draft`, every other behind `next_draft`, and both kernels zero the
+        // counters. A head's first pass is over rows whose hidden states are there: the head is never so far behind
+        // that they are gone.
         unsafe {
             match at.forward.states() {
                 Some(states) if self.is_head() => {
@@ -370,7 +379,7 @@ impl ModelDrafter {
             logits: self.forward.logits().ptr(),
             wanted: self.noted.ptr(),
             sampled: Global::default(),
-            // SAFETY: a note for each pass.
+            // SAFETY: there is a note for each pass.
             notes: unsafe { self.notes.ptr_mut().at(number as usize * Note::WORDS) },
             split: Default::default(),
             vocab: self.forward.config().vocab_size as u32,
@@ -417,7 +426,7 @@ impl Drafter<OnDevice> for ModelDrafter {
         }
         let reused = common_prefix(&self.cached, prompt);
         self.cached.truncate(reused);
-        // A prompt that is followed by one token needs no drafts.
+        // If there is room for only one token after the prompt, drafts are not needed.
         if sequence.max_length > prompt.len() + 1 {
             self.unread = reused..prompt.len();
         }
@@ -429,9 +438,9 @@ impl Drafter<OnDevice> for ModelDrafter {
         at.enqueue_accept()?;
         self.enqueue_unread(at.device(), at.state())?;
         self.enqueue_match(&at, (&self.guess, &self.guess_rows), at.length)?;
-        // A step brings at most as many tokens as it has rows, so that behind chains the cache lacks those of two at
-        // most. Where passes are left out it lacks those of the steps under way too: some 70, for which hidden states
-        // have slots.
+        // A step brings at most as many tokens as it has rows. So after chains, the cache lacks the tokens of at most
+        // two steps. If passes are left out, it lacks those of the steps under way as well: some 70 tokens, for which
+        // hidden states have slots.
         let follows = self.draft.adaptive && self.passes <= 1;
         let few = self.draft.tokens < FEW_ROWS && !follows;
         let room = if few { FEW_ROWS } else { MAX_DECODE_ROWS };
@@ -448,10 +457,10 @@ impl Drafter<OnDevice> for ModelDrafter {
     fn hear(&mut self, step: &mut Step) {
         let length = self.text.len();
         self.text.extend_from_slice(&step.tokens);
-        // The first report is of the prompt.
+        // The first report is the prompt's.
         if self.heard > 0 {
             let told = DraftReport::from_word(self.told.load((self.heard % RING) as usize));
-            // What comes behind a chain is no model's.
+            // Tokens after the chain were not proposed by the model.
             let accepted = (step.tokens.len() - 1).min(told.chained as usize);
             step.by_model = Drafted { drafted: told.by_model as usize, accepted };
             if self.draft.adaptive {

@@ -1,4 +1,4 @@
-//! Drafts by a model or a head on the CPU: the loop of `gpu_kernels::draft_model`, step by step.
+//! Drafts by a model or a head on the CPU. This is the loop of `gpu_kernels::draft_model`, step by step.
 
 use gpu_kernels::draft_model::{Economy, Prospect, tried};
 use gpu_kernels::drafting;
@@ -16,20 +16,20 @@ use crate::draft::{Draft, DraftCheckpoint, ModelDraft, pass_share};
 /// A draft model or a head on the CPU.
 pub(crate) struct ModelOnHost {
     passes: Box<dyn Passes>,
-    /// What a pass takes beside one of the model that is drafted for.
+    /// The cost of a pass, as a share of a pass of the model that is drafted for.
     pass: u32,
     draft: ModelDraft,
-    /// What drafts by the model, and by n-gram match, were worth of late.
+    /// The [`drafting`] estimates of drafts by the model and by n-gram match.
     acceptance: [u32; 2],
     chain: Vec<u32>,
     guess: Vec<u32>,
 }
 
 impl ModelOnHost {
-    /// For `model`, with room for sequences of up to `capacity` tokens.
+    /// A drafter for `model`, with room for sequences of up to `capacity` tokens.
     ///
     /// # Errors
-    /// As [`Cpu::new`](crate::Cpu::new); a head that was made for another model.
+    /// As [`Cpu::new`](crate::Cpu::new); also if a head was made for another model.
     pub(crate) fn new(model: &Checkpoint, draft: &DraftCheckpoint, capacity: usize) -> Result<Self, Error> {
         let vocab = model.config.vocab_size;
         let passes: Box<dyn Passes> = match draft {
@@ -46,18 +46,18 @@ impl ModelOnHost {
         })
     }
 
-    /// After how many layers of the model the residual stream is a hidden state that it drafts from, if it does.
+    /// Of a head: after how many of the model's layers each of the hidden states is taken that it drafts from.
     pub(crate) fn taps(&self) -> Option<[usize; 3]> {
         self.passes.taps()
     }
 
-    /// How many tokens of a prompt that is begun need no more hidden states.
+    /// Begins a prompt. Returns how many of its first tokens need no more hidden states.
     pub(crate) fn known(&mut self, prompt: &[u32]) -> usize {
         self.passes.known(prompt)
     }
 
-    /// Takes the hidden states of tokens of `history` from the `first` on, `[tokens, 3, hidden]`: of all from what is
-    /// [known](Self::known) on, in order.
+    /// Takes the model's hidden states of the tokens of `history` from index `first` on, `[tokens, 3, hidden]`.
+    /// Together, the calls cover all tokens after the [known](Self::known) ones, in order.
     pub(crate) fn take_states(&mut self, history: &[u32], first: usize, states: &[f32]) {
         self.passes.take_states(history, first, states);
     }

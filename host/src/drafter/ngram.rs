@@ -12,15 +12,15 @@ use crate::device::{Buffer, Device};
 use crate::draft::{NO_THRESHOLD, NgramDraft, learned};
 use crate::tuning;
 
-/// The settings of a sequence that drafts by n-gram match.
+/// The settings of the sequence's n-gram match.
 fn settings(sequence: &Sequence<'_>) -> NgramDraft {
     sequence.draft.map_or_else(NgramDraft::default, |draft| draft.match_settings())
 }
 
-/// The match on the host.
+/// The n-gram match on the host.
 pub(crate) struct NgramOnHost {
     draft: NgramDraft,
-    /// What proposals were worth of late.
+    /// The [`drafting`] estimate for proposals.
     acceptance: u32,
     proposed: Vec<u32>,
 }
@@ -50,7 +50,7 @@ impl Drafter<OnHost> for NgramOnHost {
     }
 }
 
-/// The operator's arrays that are its own, for a batch of one.
+/// The arrays that only the n-gram operator uses, for a batch of one.
 pub(super) struct NgramOperator {
     max_length: Buffer<i64>,
     prompt_len: Buffer<i64>,
@@ -73,8 +73,9 @@ impl NgramOperator {
         self.max_length.write(0, &[sequence.max_length as i64])
     }
 
-    /// The match that adds to the rows of `to`: over the history, which is all generated to it, up to the token that
-    /// `at` has for the last.
+    /// The parameters of a match over the history, up to the token at index `at.proposals.last`. It appends to the
+    /// drafts in `tokens`, and counts them in `rows`. The whole history counts as generated text: the operator's prompt
+    /// is empty.
     pub(super) fn params(
         &self,
         at: &Between<'_>,
@@ -105,10 +106,10 @@ impl NgramOperator {
         }
     }
 
-    /// Enqueues it, over a history of at most `length` tokens.
+    /// Enqueues the match over a history of at most `length` tokens.
     ///
     /// # Safety
-    /// The parameters are those of [`params`](Self::params), for memory that is there when the launch runs.
+    /// The parameters come from [`params`](Self::params), and their memory is there when the launch runs.
     pub(super) unsafe fn enqueue(
         &self,
         device: &Device,
@@ -116,12 +117,12 @@ impl NgramOperator {
         params: NgramMatchMixed<i32>,
     ) -> Result<(), Error> {
         let blocks = ngram::blocks::<i32>(1, length, device.sms());
-        // SAFETY: the caller's word; a workspace that only this queue uses.
+        // SAFETY: the caller's word; only this queue uses the workspace.
         unsafe { device.launch::<ngram::ngram_match_mixed_i32>(blocks, ngram::SHARED_BYTES, params) }
     }
 }
 
-/// The match on a device.
+/// The n-gram match on a device.
 pub(crate) struct NgramDrafter {
     draft: NgramDraft,
     operator: NgramOperator,
@@ -146,22 +147,22 @@ impl Drafter<OnDevice> for NgramDrafter {
         let draft = self.operator.params(&at, self.draft, (tokens, rows));
         let cost = self.draft.cost(tuning::DRAFT_COST);
         let device = at.device();
-        // Cards but data-centre ones have 99 KiB of shared memory.
+        // Cards other than data-centre ones have 99 KiB of shared memory for a CTA.
         let fits = device.capabilities().shared_bytes >= AcceptAndDraft::SHARED_BYTES;
         if fits && ngram::together::<i32>(1, at.length, device.sms()) {
             let plan = PlanDecode { cost, ..at.plan };
             let all = AcceptAndDraft { accept: at.accept, draft, plan, settled: at.settled };
-            // SAFETY: acceptance and plan are as `Between` says; the others are buffers of self and of the proposals,
-            // sized as the parameter block says.
+            // SAFETY: acceptance and plan are as `Between` says. The other addresses are of buffers of self and of the
+            // proposals, sized as the parameter block says.
             return unsafe { device.launch_early::<step::accept_and_draft>(1, AcceptAndDraft::SHARED_BYTES, all) };
         }
         at.enqueue_accept()?;
-        // SAFETY: as above.
+        // SAFETY: the parameters were made by `params`, of buffers of self and of the proposals.
         unsafe { self.operator.enqueue(device, at.length, draft)? };
         at.enqueue_plan(cost)
     }
 
     fn hear(&mut self, _step: &mut Step) {
-        // What it needs to know is on the device.
+        // Its estimate is in device memory: `accept` keeps it.
     }
 }

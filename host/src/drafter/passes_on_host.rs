@@ -1,4 +1,5 @@
-//! The passes of whatever drafts on the CPU, as the [loop](super::ModelOnHost) sees them; and those of a whole model.
+//! The passes of a drafter on the CPU, as the [loop](super::ModelOnHost) sees them, and their implementation for a
+//! whole model.
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use model::{Checkpoint, CpuModel, KvCache, Sampling};
@@ -6,51 +7,53 @@ use model::{Checkpoint, CpuModel, KvCache, Sampling};
 use crate::Error;
 use crate::backend::common_prefix;
 
-/// Says what comes next, a token a pass, with a cache of its own that follows the text.
+/// Predicts the next token, one token a pass, with a cache of its own that follows the text.
 pub(super) trait Passes: Send {
-    /// Forgets drafts, and whatever else is not of `history`; of a long text, reads all but the end. Gives how many
-    /// rows of `history` it lacks then, at least one.
+    /// Removes from the cache the drafts and everything else that is not in `history`. If much of `history` is missing,
+    /// reads all but the end. Returns how many rows of `history` are still missing, at least one.
     fn lag(&mut self, history: &[u32]) -> usize;
 
-    /// Runs so many of these rows, and gives the best token after the last; none if there is no telling.
+    /// Runs the next `rows` missing rows of `history` and returns the best token after the last. None if there is no
+    /// usable prediction.
     fn catch_up(&mut self, history: &[u32], rows: usize) -> Option<u32>;
 
-    /// Runs the token that the last pass gave, and gives the best after it.
+    /// Runs `draft`, the token that the last pass returned, and returns the best token after it.
     fn follow(&mut self, draft: u32) -> Option<u32>;
 
-    /// After how many layers the residual stream of the model is a hidden state that it drafts from, if it does.
+    /// Of a head: after how many of the model's layers each of the hidden states is taken that it drafts from.
     fn taps(&self) -> Option<[usize; 3]> {
         None
     }
 
-    /// How many tokens of a prompt that is begun need no more hidden states: where there are any, those that
-    /// [follow](Self::take_states) begin there at the latest.
+    /// Begins a prompt. Returns how many of its first tokens need no more hidden states. If there are hidden states to
+    /// [take](Self::take_states), the first ones begin at this token or earlier.
     fn known(&mut self, prompt: &[u32]) -> usize {
         prompt.len()
     }
 
-    /// Takes the hidden states of tokens of `history` from the `first` on, `[tokens, 3, hidden]`.
+    /// Takes the model's hidden states of the tokens of `history` from index `first` on, `[tokens, 3, hidden]`.
     fn take_states(&mut self, history: &[u32], first: usize, states: &[f32]) {
         let _ = (history, first, states);
     }
 }
 
-/// A whole model, whose rows are the tokens of the text.
+/// A whole draft model. Its rows are the tokens of the text.
 pub(super) struct WholeModel {
     model: CpuModel,
     cache: KvCache,
     /// The tokens whose keys and values are in the cache.
     cached: Vec<u32>,
-    /// Tokens that there are in the model that is drafted for.
+    /// Vocabulary size of the model that is drafted for.
     vocab: u32,
     logits: Vec<f32>,
 }
 
 impl WholeModel {
-    /// The model of `draft`, for one with a vocabulary of this size, and sequences of up to `capacity` tokens.
+    /// The draft model of `draft`. The model that it drafts for has `vocab` tokens; sequences have up to `capacity`
+    /// tokens.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or as [`Cpu::new`](crate::Cpu::new).
+    /// A weight that is NaN or infinite, and the errors of [`Cpu::new`](crate::Cpu::new).
     pub(super) fn new(draft: &Checkpoint, vocab: usize, capacity: usize) -> Result<Self, Error> {
         draft.check_finite(&|_| {})?;
         let model = CpuModel::new(draft)?;
@@ -58,9 +61,10 @@ impl WholeModel {
         Ok(Self { cache: model.new_cache(capacity), cached: Vec::new(), vocab: vocab as u32, logits, model })
     }
 
-    /// Runs these tokens after those in the cache.
+    /// Runs these tokens after those in the cache, and returns the best next token.
     fn run(&mut self, tokens: &[u32]) -> Option<u32> {
-        // A token of the model's padding, or logits that are not finite: there is just no draft then.
+        // Fails if a token is outside the draft model's vocabulary, or if logits are not finite: then there is no
+        // draft.
         self.model.forward(tokens, &mut self.cache, 1, &mut self.logits).ok()?;
         self.cached.extend_from_slice(tokens);
         let best = Sampling::default().sample(&self.logits, &[], &[]);
@@ -75,7 +79,7 @@ impl Passes for WholeModel {
         self.cached.truncate(valid);
         let lag = history.len() - valid;
         if lag > MAX_DECODE_ROWS as usize {
-            // The prompt, which all goes through at once here.
+            // A prompt: read it in one pass.
             let all_but_newest = &history[valid..history.len() - 1];
             if self.model.forward(all_but_newest, &mut self.cache, 0, &mut []).is_ok() {
                 self.cached.extend_from_slice(all_but_newest);

@@ -1,4 +1,4 @@
-//! Drafts by a script: what is proposed for each position is known beforehand.
+//! Drafts by a script: the tokens to propose for each position are given beforehand. For measurements.
 
 use cuda_std::Kernel;
 use gpu_kernels::drafting::{Cost, DraftScript};
@@ -10,12 +10,13 @@ use crate::device::{Buffer, Device};
 use crate::draft::NgramDraft;
 use crate::tuning;
 
-/// Tokens that are proposed position by position, and [`Device::launch`] of the kernel that proposes them.
+/// The scripted tokens by position, and the [`Device::launch`] of the kernel that proposes them.
 pub(crate) struct ScriptDrafter {
     tokens: Buffer<i32>,
     launch: unsafe fn(&Device, u32, u32, DraftScript) -> Result<(), Error>,
-    /// Most drafts, and most tokens of the sequence.
+    /// Most drafts per step.
     most: u32,
+    /// Most tokens that the sequence may have.
     max_length: u32,
     cost: Cost,
 }
@@ -49,7 +50,8 @@ impl Drafter<OnDevice> for ScriptDrafter {
             most: self.most,
             max_length: self.max_length,
         };
-        // SAFETY: the state is as `Between` says; the others are buffers, sized as the parameter block says.
+        // SAFETY: the state is as `Between` says. The other addresses are of buffers, sized as the parameter block
+        // says.
         unsafe { (self.launch)(at.device(), 1, 0, proposal)? };
         at.enqueue_plan(self.cost)
     }

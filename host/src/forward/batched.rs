@@ -1,5 +1,5 @@
-//! Passes over the rows of many sequences on Hopper, in one launch: `gpu_kernels::batched`. They give the bits of the
-//! unfused path. With many rows GEMMs are launches of [`gpu_kernels::gemm`].
+//! Passes over the rows of many sequences on Hopper, each in one launch of `gpu_kernels::batched`. They give the same
+//! bits as the unfused path. In passes with many rows, the GEMMs are separate launches of [`gpu_kernels::gemm`].
 
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Global, GlobalMut, Kernel};
@@ -19,27 +19,28 @@ use crate::gemm;
 use crate::lossless::Packed;
 use crate::quantized::{Quantized, by_code};
 
-/// Rows of a GEMM's tile and how many tiles of rows there are: of each program, the first that has room for a pass is
-/// taken.
+/// The programs: rows of a GEMM's tile, and the number of tiles of rows. A pass takes the first program that has room
+/// for its rows.
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
-/// Rows that a tile may have.
+/// The possible heights of a tile, in rows.
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
-/// As a tile of [`gpu_kernels::gemm`] has.
+/// The height of the tiles of [`gpu_kernels::gemm`].
 const TILE_ROWS_OF_GEMM: u32 = gpu_kernels::gemm::TILE_ROWS;
-/// Phases of a layer, of which the second is attention; the embedding is one before them, and the head one behind.
+/// Phases of a layer. The second one is attention. Before the layers there is one phase for the embedding, and after
+/// them one for the head.
 const LAYER_PHASES: usize = 5;
 const LARGEST: (u32, u32) = PROGRAMS[PROGRAMS.len() - 1];
 const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_BATCHED_ROWS);
 
-/// What these passes need beside the memory of all passes.
+/// The memory that only these passes need.
 pub struct Batched {
     /// Blocks of the launch.
     grid: u32,
-    /// What the phases read, as [`input_map`] has it.
+    /// The tensor maps of the GEMMs' inputs, in the order of [`input_map`].
     maps: TensorMaps,
-    /// Stages of packed weights or of codes, where there are such.
+    /// The tensor map by which packed weights or codes are read a stage at a time, if there are any.
     boxes: Option<TensorMaps>,
-    /// The phases of a step, for each of [`PROGRAMS`]: with logits, and with the best tokens instead.
+    /// The phases of each of [`PROGRAMS`]: with logits as the result, and with best tokens instead.
     programs: Vec<[Buffer<u64>; 2]>,
     kinds: Vec<PhaseKind>,
     partials: Buffer<f32>,
@@ -52,31 +53,31 @@ pub struct Batched {
     many: Many,
 }
 
-/// What passes over more rows need, whose GEMMs are launches of [`gpu_kernels::gemm`].
+/// What only those passes need whose GEMMs are launches of [`gpu_kernels::gemm`], because they have many rows.
 struct Many {
-    /// So many rows.
+    /// Passes with this many rows or more are such passes.
     from: u32,
-    /// Of the activations that SwiGLU writes.
+    /// The tensor map of the activations that SwiGLU writes.
     out: TensorMaps,
     spans: Buffer<f32>,
-    /// CTAs of attention's launches.
+    /// CTAs of a launch of attention.
     attend_grid: u32,
-    /// What falls to each of their warps, or to each block.
+    /// The share of each of these CTAs' warps in attention, or of each block of the batched kernel.
     assignments: Buffer<u32>,
-    /// As [`BatchedStep::arrivals`], of these launches.
+    /// As [`BatchedStep::arrivals`], for the launches of attention.
     arrivals: Buffer<u32>,
     beside: gemm::Beside,
 }
 
-/// What these passes know of packed pages.
+/// What these passes know about packed pages.
 struct PackedPages {
-    /// `[pages]` whether it is packed: as [`BatchedStep::packed`].
+    /// `[pages]`: 1 for a packed page, as in [`BatchedStep::packed`].
     pages: Buffer<u32>,
-    /// `[layers, pages, kv_heads]` how it lies then.
+    /// `[layers, pages, kv_heads]`: the form of each packed page.
     forms: Buffer<u32>,
 }
 
-/// Which of the maps of [`Batched::maps`] describes what a GEMM reads, in tiles of the height at this place of
+/// The index in [`Batched::maps`] of the map of a GEMM's `input`. `height` is the index of the tile height in
 /// [`TILE_ROWS`].
 fn input_map(input: Input, height: usize) -> usize {
     let place = match input {
@@ -88,7 +89,7 @@ fn input_map(input: Input, height: usize) -> usize {
 }
 
 impl Batched {
-    /// No page is packed.
+    /// Marks every page as not packed.
     pub(super) fn forget_packed(&mut self) -> Result<(), Error> {
         let none = vec![0; self.packed.pages.len()];
         self.packed.pages.write(0, &none)
@@ -96,8 +97,9 @@ impl Batched {
 }
 
 impl Capacity {
-    /// For `sequences` of up to `context` tokens in so many pages, and passes over `rows` rows or a few more: whole
-    /// tiles of the [batched step](gpu_kernels::batched). What reaches beyond memory is zeros, but takes TMA longer.
+    /// Room for `sequences` sequences of up to `context` tokens, for `pages` pages, and for passes over `rows` rows.
+    /// Rounds the rows up to whole tiles of the [batched step](gpu_kernels::batched): for rows outside its memory TMA
+    /// reads zeros, but takes longer.
     #[must_use]
     pub const fn batch(context: usize, sequences: usize, pages: usize, rows: usize) -> Self {
         let (smallest, largest) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize);
@@ -107,8 +109,9 @@ impl Capacity {
 }
 
 impl Forward {
-    /// Makes ready for passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences at the speed of memory, if there
-    /// is a [decode kernel](Self::prepare_decode) and the device has `wgmma`; says whether.
+    /// Allocates what passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences need, so that they run at the speed
+    /// of memory. Needs a prepared [decode kernel](Self::prepare_decode) and a device with `wgmma`; returns whether
+    /// both are there.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -168,19 +171,19 @@ impl Forward {
         Ok(true)
     }
 
-    /// Where these passes are told which pages are packed: `[pages]` words, 0 or 1; none if nothing was [made
-    /// ready](Self::prepare_batched) for them. Who packs a page says so here, and again when it is unpacked, or written
-    /// anew.
+    /// The flags that tell these passes which pages are packed: `[pages]` words, 0 or 1. None if they were not
+    /// [prepared](Self::prepare_batched). Whoever packs a page sets its flag, and clears the flag when the page is
+    /// unpacked or overwritten.
     pub fn packed_pages(&self) -> Option<GlobalMut<u32>> {
         self.batched.as_ref().map(|batched| batched.packed.pages.ptr_mut())
     }
 
-    /// Enqueues that pages are [packed] in all layers, as far as they can be: `count` pages of `list`, each once, of
-    /// which every token is there. Passes over rows with tiles alone may meet one then. Nothing happens if nothing was
-    /// [made ready](Self::prepare_batched) for them.
+    /// Enqueues the [packing](packed) of pages in all layers, as far as they can be packed. `list` holds `count` pages,
+    /// each once, and all tokens of these pages are written. After that, only passes over rows with tiles may read such
+    /// a page. Does nothing if these passes were not [prepared](Self::prepare_batched).
     ///
     /// # Safety
-    /// When it runs, `list` has so many numbers of pages of the [cache](Self::cache), each once, of which none is
+    /// When it runs, `list` holds `count` numbers of pages of the [cache](Self::cache), each once, none of which is
     /// packed. It lives until the device is done.
     ///
     /// # Errors
@@ -190,10 +193,10 @@ impl Forward {
         unsafe { self.enqueue_packing::<packed::pack_pages>(list, count) }
     }
 
-    /// Enqueues that packed pages are brought back to what they were, likewise.
+    /// Enqueues the unpacking of packed pages in all layers, which restores their bits. `list` holds `count` pages.
     ///
     /// # Safety
-    /// As [`enqueue_pack`](Self::enqueue_pack), but that all of them are packed.
+    /// As [`enqueue_pack`](Self::enqueue_pack), except that all of the pages are packed.
     ///
     /// # Errors
     /// A refused launch.
@@ -222,8 +225,8 @@ impl Forward {
         unsafe { self.device.launch::<K>(grid, PackPages::SHARED_BYTES, params) }
     }
 
-    /// From the next of these passes on, notes when each block was done with each phase. Passes need logits, or the
-    /// best tokens, then.
+    /// Starts tracing: from the next of these passes on, records when each block finished each phase. Every pass must
+    /// then ask for logits or best tokens.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -234,8 +237,8 @@ impl Forward {
         Ok(())
     }
 
-    /// What the last pass noted: of each phase what it did, and when each block was done with it, in nanoseconds. Waits
-    /// for the device.
+    /// The trace of the last pass: for each phase its kind, and when each block finished it, in nanoseconds. Waits for
+    /// the device.
     ///
     /// # Errors
     /// A driver error.
@@ -248,7 +251,7 @@ impl Forward {
     }
 
     /// The [rank](gpu_kernels::sample::rank) of the best token after each of the first `rows` rows of the last pass, if
-    /// that was to find them. Waits for the device.
+    /// best tokens were wanted of it. Waits for the device.
     ///
     /// # Errors
     /// A driver error.
@@ -258,7 +261,7 @@ impl Forward {
         Ok(best)
     }
 
-    /// Blocks of the launch: as many whole clusters as run at once, at most a block for each that the weights were laid
+    /// Blocks of the launch: as many whole clusters as run at once, but at most the blocks that the weights were laid
     /// out for.
     fn batched_grid(&self) -> u32 {
         let blocks = self.weights.stream.blocks();
@@ -267,13 +270,13 @@ impl Forward {
             self.device.clusters_at_once::<batched::batched_96>(BatchedStep::shared_bytes(96)),
             self.device.clusters_at_once::<batched::batched_128>(BatchedStep::shared_bytes(128)),
         ];
-        // None: the driver does not say, nor the emulator.
+        // Zero means that the driver does not say; the emulator never does.
         let clusters = known.into_iter().filter(|&n| n > 0).fold(blocks / batched::CLUSTER, u32::min);
         clusters * batched::CLUSTER
     }
 
-    /// The phases of a step on so many blocks, for GEMMs with so many rows in a tile and so many tiles of rows. The
-    /// last one is the head, of this kind.
+    /// The phases of a step on `grid` blocks, for GEMMs with tiles of `tile_rows` rows and `row_tiles` such tiles. The
+    /// last phase is the output head; its kind is `head`.
     fn phases(
         &self,
         grid: u32,
@@ -321,7 +324,7 @@ impl Forward {
                     Epilogue::Add => Phase { norm: w.norm_after(i, &gemm).ptr(), ..product(PhaseKind::Add, i, &gemm) },
                     Epilogue::SwiGlu => product(PhaseKind::SwiGlu, i, &gemm),
                 }),
-                // Attention makes them.
+                // The attention phase splits the heads.
                 Operator::Heads(_) => None,
                 Operator::Attention(_) => Some(Phase {
                     pages: self.cache.layer(i),
@@ -346,7 +349,8 @@ impl Forward {
         tiles: Tiles,
     ) -> Result<Option<Global<u64>>, Error> {
         let takes_whole_tiles = self.room.rows.is_multiple_of(TILE_ROWS_OF_GEMM as usize);
-        // Of layers that are made again one at a time, a launch for all of them has none.
+        // If packed layers are unpacked into the memory of one layer, one at a time, a single launch over all layers
+        // cannot read them.
         let is_made_again = self.weights.packed().is_some_and(|_| self.weights.stream.is_of_layer())
             && self.packed_of(PROGRAMS[self.program(pass)]).is_none();
         if self.coded.is_some() || is_made_again || pass.most_rows >= of.many.from && takes_whole_tiles {
@@ -358,14 +362,14 @@ impl Forward {
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
-    /// The phases from the `first` on, so many, of a pass.
+    /// The parameters of a launch that runs `phase_count` phases of a pass, from phase `first` on.
     fn batched_step(&self, of: &Batched, pass: &Pass, tiles: Tiles, (first, phase_count): (usize, u32)) -> BatchedStep {
         let weights = &self.weights.stream;
         let finds_best = pass.output == RowOutput::Best;
         let list: Global<Phase> = of.programs[self.program(pass)][usize::from(finds_best)].ptr().cast();
-        // SAFETY: one of the program's phases.
+        // SAFETY: `first` is one of the program's phases.
         let phases = unsafe { list.at(first) };
-        // Notes are of whole passes.
+        // Only a launch that begins with the first phase is traced.
         let trace = of.trace.as_ref().filter(|_| first == 0);
         BatchedStep {
             work: self.workspace(pass.rows),
@@ -387,7 +391,7 @@ impl Forward {
         }
     }
 
-    /// The program of a pass. Kernels that read codes have no tiles of 96 rows.
+    /// The index of a pass's program. Kernels that read codes have no tiles of 96 rows.
     fn program(&self, pass: &Pass) -> usize {
         let has_room = |&program: &(u32, u32)| {
             pass.most_rows <= program.0 * program.1 && !(program.0 == 96 && self.codes_of(program).is_some())
@@ -395,21 +399,22 @@ impl Forward {
         PROGRAMS.iter().position(has_room).expect("no pass has more rows")
     }
 
-    /// The codes that a program reads, if it does: where they are all that is kept, or it has few rows.
+    /// The codes that a program reads, if it reads any. It does if the layers' bf16 weights are not kept, or if it has
+    /// few rows.
     fn codes_of(&self, (tile_rows, row_tiles): (u32, u32)) -> Option<&Quantized> {
         let reads =
             self.weights.stream.is_of_layer() || tile_rows * row_tiles <= self.device.capabilities().tuning().code_rows;
         self.weights.codes().filter(|_| reads)
     }
 
-    /// The packed weights that a program reads, if it does: that of the fewest rows, and where there are no others, as
-    /// those are quicker so far.
+    /// The packed weights that a program reads, if it reads any. Only the program with the fewest rows does, and only
+    /// if the bf16 weights are not kept, as reading those is quicker.
     fn packed_of(&self, (tile_rows, row_tiles): (u32, u32)) -> Option<&Packed> {
         let reads = self.weights.stream.is_of_layer() && tile_rows * row_tiles == TILE_ROWS[0];
         self.weights.packed().filter(|_| reads)
     }
 
-    /// Launches phases of a pass.
+    /// Launches the phases of a pass that `step` names.
     fn launch_batched(&self, of: &Batched, pass: &Pass, step: BatchedStep) -> Result<(), Error> {
         let (d, grid, program) = (&self.device, of.grid, PROGRAMS[self.program(pass)]);
         let tile_rows = program.0;
@@ -433,8 +438,8 @@ impl Forward {
         }
     }
 
-    /// A layer's GEMM of up to `m` rows as a launch, but for what it reads: with this residual stream, where spans are
-    /// as well, and the map of activations that SwiGLU writes.
+    /// The parameters of a layer's GEMM of up to `m` rows as a launch of its own, without its input `x`. `residual` is
+    /// the residual stream, with spans. `activation` is the map of the activations that SwiGLU writes.
     pub(super) fn launched_gemm(
         &self,
         layer: usize,
@@ -475,7 +480,8 @@ impl Forward {
         (epilogue, p)
     }
 
-    /// Enqueues a pass with its GEMMs as launches, and attention and the end as phases: the same bits.
+    /// Enqueues a pass in which GEMMs are launches of their own, and attention and the end are phases. The bits are the
+    /// same.
     fn enqueue_many(&self, of: &Batched, pass: &Pass, tiles: Tiles) -> Result<Option<Global<u64>>, Error> {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
@@ -494,24 +500,24 @@ impl Forward {
             for operator in c.plan.operators() {
                 match operator {
                     Operator::Gemm(gemm) if let Some(coded) = &self.coded => {
-                        // SAFETY: likewise.
+                        // SAFETY: as for the embedding above.
                         unsafe { self.enqueue_coded_gemm(coded, pass.most_rows, i, &gemm, false)? };
                     }
-                    // Done with the head, below.
+                    // Enqueued below, in one launch with the head.
                     Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down => {}
                     Operator::Gemm(gemm) => {
                         let (epilogue, p) = self.launched_gemm(i, &gemm, pass.most_rows, residual, of.many.out.ptr(0));
                         let p = Gemm { x: of.maps.ptr(input_map(gemm.input, height)), ..p };
-                        // SAFETY: likewise.
+                        // SAFETY: as for the embedding above.
                         unsafe { gemm::enqueue(d, &of.many.beside, epilogue, p)? };
                     }
-                    // Attention makes them.
+                    // The attention phase splits the heads.
                     Operator::Heads(_) => {}
                     Operator::Attention(_) => self.enqueue_attention(of, pass, tiles, i)?,
                 }
             }
         }
-        // The last GEMM, unless that was a launch as well, and the head.
+        // The last GEMM, unless it was a launch of its own, and the head.
         let head = LAYER_PHASES * (last + 1) + 1;
         let first = if self.coded.is_some() { head } else { head - 1 };
         let count = (head - first) as u32 + u32::from(pass.output != RowOutput::None);
@@ -522,18 +528,18 @@ impl Forward {
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
-    /// Enqueues a layer's attention in a launch of its own, for which every layer of a pass has the same kernel.
+    /// Enqueues a layer's attention in a launch of its own. All layers of a pass use the same kernel.
     fn enqueue_attention(&self, of: &Batched, pass: &Pass, tiles: Tiles, layer: usize) -> Result<(), Error> {
         let (c, many) = (&self.config, &of.many);
         let step = self.batched_step(of, pass, tiles, (LAYER_PHASES * layer + 2, 1));
         let (assignments, is_scheduled) = (many.assignments.ptr_mut(), u32::from(layer > 0));
-        // Where the head has a launch of its own, the best tokens are zeroed here.
+        // If the head has a launch of its own, the ranks of the best tokens are zeroed here.
         let zeroes = self.coded.is_some() && layer + 1 == self.config.num_hidden_layers;
         let best = if zeroes { step.best } else { Default::default() };
         let step = BatchedStep { assignments, is_scheduled, best, ..step };
         let group = c.plan.attention.group() as u32;
         if tiles.count < pass.most_rows || group > BatchedStep::ATTEND_PAIRS {
-            // Several rows of a sequence, or more query heads than that kernel takes.
+            // Several rows of a sequence, or more query heads than `attend_batch` takes.
             return self.launch_batched(of, pass, step);
         }
         let step = BatchedStep { arrivals: many.arrivals.ptr_mut(), ..step };
@@ -543,8 +549,8 @@ impl Forward {
         }
     }
 
-    /// From the next pass over rows with tiles on, GEMMs are launches with so many rows or more, rather than with as
-    /// many as is quickest: for tests and measuring.
+    /// Sets from how many rows on the GEMMs of a pass with tiles are launches of their own. The default is what is
+    /// quickest; this is for tests and measurements.
     pub fn use_gemm_from(&mut self, rows: u32) {
         if let Some(batched) = &mut self.batched {
             batched.many.from = rows;

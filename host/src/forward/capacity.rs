@@ -1,4 +1,4 @@
-//! How much memory a forward pass is to have room in, and what that takes.
+//! The sizes that a forward pass has memory for, and how many bytes these take.
 
 use gpu_kernels::attention;
 use gpu_kernels::kv::{self, HEAD_DIM};
@@ -15,12 +15,12 @@ use crate::kept::Kept;
 use crate::prefill::Prefill;
 use crate::weights::DeviceWeights;
 
-/// How much there is memory for.
+/// The sizes that memory is allocated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// Most tokens of a sequence.
     pub context: usize,
-    /// Sequences: page tables.
+    /// Sequences at a time. Each has a page table.
     pub sequences: usize,
     /// Pages of the cache.
     pub pages: usize,
@@ -34,49 +34,50 @@ impl Capacity {
         Self { context: capacity, sequences: 1, pages: pages(capacity), rows: MAX_ROWS as usize }
     }
 
-    /// Splits of attention for a sequence as long as can be.
+    /// Splits of attention for a sequence that fills the context.
     pub(super) fn splits(&self) -> usize {
         self.context.div_ceil(attention::SPLIT as usize)
     }
 }
 
-/// What a model takes on a device.
+/// The memory that a model takes on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Footprint {
     /// Bytes of weights.
     pub weights: u64,
     /// Bytes of cache, tables and activations.
     pub working: u64,
-    /// What models in e4m3 take beside that.
+    /// Bytes that a model in e4m3 takes in addition.
     pub(crate) of_e4m3: u64,
 }
 
-/// Rounds a context up to whole pages.
+/// The number of pages of a context of `capacity` tokens, rounded up.
 pub(super) fn pages(capacity: usize) -> usize {
     capacity.div_ceil(kv::PAGE_TOKENS as usize)
 }
 
 impl Footprint {
-    /// For `config` with room for one sequence of `capacity` tokens, on a device whose prompts run in passes of many
-    /// rows, or not; with matrices as bf16.
+    /// The footprint of `config` with bf16 matrices and room for one sequence of `capacity` tokens. `has_prefill` says
+    /// whether prompts run in passes of many rows on the device.
     pub fn of(config: &Config, capacity: usize, has_prefill: bool) -> Self {
         Self::of_room(config, &Capacity::single(capacity), has_prefill.then_some(capacity))
     }
 
-    /// The same with matrices of which this is kept, if it is not bf16 alone.
+    /// The same footprint, with matrices kept as `kept` says; none means only bf16.
     #[must_use]
     pub fn keeping(self, config: &Config, kept: Option<Kept>) -> Self {
         let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
         Self { weights: DeviceWeights::bytes(config, kept), ..self }.with_activations(in_e4m3)
     }
 
-    /// The same with activations as codes, of models in e4m3.
+    /// The same footprint, with the memory for activations as codes added if the model is in e4m3.
     #[must_use]
     pub(crate) fn with_activations(self, in_e4m3: bool) -> Self {
         if in_e4m3 { Self { working: self.working + self.of_e4m3, of_e4m3: 0, ..self } } else { self }
     }
 
-    /// Bytes of a device's free memory that it leaves, with a cache for `context` tokens; none of the emulator.
+    /// Bytes of the device's free memory that remain beside this footprint. `context` is for the error message. None
+    /// for the emulator.
     ///
     /// # Errors
     /// [`Error::ModelTooLarge`], or a driver error.
@@ -87,12 +88,13 @@ impl Footprint {
         free.checked_sub(weights + cache).map(Some).ok_or_else(too_large)
     }
 
-    /// For `config` with this room, and for passes over up to `prefill` rows of prompts where there are any.
+    /// The footprint of `config` with this `room` and, if prompts have passes of their own, for up to `prefill` rows in
+    /// such a pass.
     pub fn of_room(config: &Config, room: &Capacity, prefill: Option<usize>) -> Self {
         let rows = room.rows;
         let LayerPlan { hidden, attention, .. } = config.plan;
         let activations = rows * (hidden * 6 + hidden / 4 + attention.qkv_size() * 4 + attention.query_size() * 4);
-        // Of each row four bytes, and of a single one eight.
+        // Each row has sums of four-byte elements. A single row is also exchanged in eight-byte words.
         let partial = (rows * 4 + 8) * attention.query_heads * room.splits() * (HEAD_DIM as usize + 2);
         let working = room.pages * KvCache::page_bytes(config)
             + room.context * HEAD_DIM as usize * 4

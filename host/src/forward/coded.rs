@@ -1,5 +1,5 @@
-//! Passes of models whose GEMMs are of e4m3: they multiply activations' codes, and all of them are launches of
-//! [`gpu_kernels::gemm`], however many rows there are.
+//! Passes of models whose GEMMs are of e4m3. They multiply the codes of activations, and every GEMM is a launch of
+//! [`gpu_kernels::gemm`], however few rows there are.
 
 use gpu_kernels::batch::{self, PickRows};
 use gpu_kernels::embedding;
@@ -16,23 +16,23 @@ use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::Activations;
 use crate::gemm;
 
-/// What these passes need beside the memory of all passes.
+/// The memory that only these passes need.
 pub(super) struct Coded {
     activations: Activations,
-    /// Of the activations that SwiGLU writes.
+    /// The tensor map of the activations that SwiGLU writes.
     out: TensorMaps,
     spans: Buffer<f32>,
-    /// `[rows, hidden]`: what the head reads on the unfused path.
+    /// `[rows, hidden]`: the input of the output head on the unfused path.
     for_head: Buffer<bf16>,
 }
 
 impl Coded {
-    /// Rows that GEMMs write, of a pass over so many: whole tiles.
+    /// Rows that GEMMs write in a pass over `rows` rows: whole tiles.
     pub const fn rows(rows: usize) -> usize {
         rows.next_multiple_of(TILE_ROWS as usize)
     }
 
-    /// Bytes that a pass over so many rows takes more than one of bf16.
+    /// Bytes that a pass over `rows` rows takes in addition to those of a pass in bf16.
     pub fn bytes(config: &Config, rows: usize) -> u64 {
         let (whole, LayerPlan { hidden, attention, .. }) = (Self::rows(rows), config.plan);
         let of_gemms = attention.qkv_size() * 4 + config.plan.activation_size() * 2;
@@ -41,7 +41,7 @@ impl Coded {
         own as u64 + Activations::bytes(config, rows)
     }
 
-    /// For passes over up to so many rows, whose `activation` is this.
+    /// Allocates the memory for passes over up to `rows` rows. `activation` is the buffer that SwiGLU writes.
     pub fn new(device: &Device, config: &Config, rows: usize, activation: &Buffer<bf16>) -> Result<Self, Error> {
         let hidden = config.plan.hidden;
         Ok(Self {
@@ -54,7 +54,7 @@ impl Coded {
 }
 
 impl Forward {
-    /// The residual stream of these passes.
+    /// The residual stream of these passes, with spans.
     fn coded_residual(&self, of: &Coded) -> Residual {
         Residual { spans: of.spans.ptr_mut(), ..self.residual() }
     }
@@ -69,7 +69,8 @@ impl Forward {
         unsafe { self.device.launch::<embedding::embed_spans>((1, pass.most_rows), 0, embed) }
     }
 
-    /// Enqueues a GEMM of a layer, of up to `m` rows. What was attended to lies in the order of slots, or `in_order`.
+    /// Enqueues a GEMM of a layer over up to `m` rows. `attended_in_order` says whether attention's output is in plain
+    /// order, and not in the order of slots.
     ///
     /// # Safety
     /// As [`Device::launch`].
@@ -98,13 +99,13 @@ impl Forward {
         }
     }
 
-    /// Enqueues the head over a pass's rows from the first that is wanted on, as the unfused path does.
+    /// Enqueues the output head over a pass's rows from `first_row` on, by the unfused path's kernel.
     ///
     /// # Safety
     /// As [`Device::launch`].
     pub(super) unsafe fn enqueue_coded_head(&self, of: &Coded, pass: &Pass, first_row: u32) -> Result<(), Error> {
         let (scaled, squares) = (self.scaled.ptr(), self.squares.ptr());
-        // The same rows, with elements where the linear layers look for them; squares stay where they are.
+        // The same rows, with each element where linear layers look for it. The squares stay where they are.
         let to = Residual { scaled: of.for_head.ptr_mut(), ..self.residual() };
         let pick = PickRows { rows: Default::default(), first: 0, scaled, squares, to };
         let head = Linear { first_row, ..self.head(pass.rows, of.for_head.ptr(), self.norm()) };

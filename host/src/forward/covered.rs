@@ -1,4 +1,4 @@
-//! Which models the kernels cover, and whether weights are of the model that they are said to be of.
+//! Checks of shapes and weights: whether the kernels cover a model, and whether weights on a device belong to it.
 
 use gpu_kernels::attention;
 use gpu_kernels::kv::HEAD_DIM;
@@ -14,7 +14,7 @@ use crate::stream::{chunks, n_tiles};
 use crate::weights::{DeviceLayer, DeviceWeights, check_size};
 
 impl Forward {
-    /// What [`check`](Self::check) asks for, in words.
+    /// What [`check`](Self::check) requires, in words.
     pub const COVERED: &'static str = "head size 128, hidden and intermediate size multiples of 128, at most 16 \
                                        query heads for each \
                                        key-value head";
@@ -49,8 +49,8 @@ impl Forward {
     }
 }
 
-/// Checks that every weight of `config` is on this card, and as large as kernels will take it to be: projections of
-/// queries, keys and values have so many times the hidden size for their input.
+/// Checks that every weight of `config` is on this card and has the size that kernels assume. The QKV projections read
+/// `times` the hidden size.
 ///
 /// # Errors
 /// [`Error::Weights`].
@@ -131,7 +131,7 @@ mod tests {
         config
     }
 
-    /// What is said of weights of one config that are given out for another's.
+    /// The error message when weights of config `given` are passed off as those of config `said`.
     fn refused(given: &Config, said: &Config) -> String {
         let device = Device::emulator(0);
         let weights = DeviceWeights::random(given, &device).unwrap();
@@ -154,7 +154,7 @@ mod tests {
         let weights = DeviceWeights::random(&config, &Device::emulator(0)).unwrap();
         let error = Forward::new(&Device::emulator(0), &config, weights, 16).err().unwrap().to_string();
         assert!(error.contains("embedding has 0 elements"), "of another card: {error}");
-        // The codes alone are of another card.
+        // Only the codes are on another card.
         let coded = |device| DeviceWeights::random_as(&config, device, Some(Code::Int4)).unwrap();
         let device = Device::emulator(0);
         let weights = DeviceWeights { compact: coded(&Device::emulator(0)).compact, ..coded(&device) };

@@ -1,4 +1,4 @@
-//! The pass of an EAGLE-3 head on a device: its rows are made of hidden states, and its layer is like any other.
+//! The pass of an EAGLE-3 head on a device. Its rows are made from hidden states; its layer is like a model's.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States};
@@ -19,84 +19,85 @@ use crate::prefill;
 use crate::stream::{Source, Stream, n_tiles};
 use crate::weights::{Compact, DeviceLayer, DeviceWeights};
 
-/// The number of the matrix that makes one hidden state of three: behind the layer's and the head.
+/// The number of the matrix that makes one hidden state from three. It comes after the layer's matrices and the output
+/// head.
 const FC: usize = Matrix::Head.number(1) + 1;
-/// Rows of a matrix that tell what it takes packed.
+/// Rows of a matrix from which its packed size is estimated.
 const SAMPLED: usize = 4 * N_TILE as usize;
 
 /// An EAGLE-3 head's weights on a device.
 pub struct HeadWeights {
-    /// The layer's sizes; the vocabulary is the head's own.
+    /// The sizes of the layer; the vocabulary is the head's own.
     pub(crate) config: Config,
-    /// Those of a model of one layer, but for the projections, which take twice the hidden size; and one more matrix,
-    /// which makes one hidden state of three.
+    /// As the weights of a model of one layer, except that the QKV projections read twice the hidden size, and that
+    /// there is one more matrix, which makes one hidden state from three.
     weights: DeviceWeights,
-    /// After how many layers of the model it takes hidden states.
+    /// After how many of the model's layers each hidden state is taken.
     pub(crate) taps: [usize; 3],
-    /// `[draft_vocab]` the model's token for each of the head's.
+    /// `[draft_vocab]` the model's token for each token of the head.
     pub(crate) targets: Buffer<u32>,
     /// Parameters that a pass reads.
     pub(crate) pass_parameters: usize,
-    /// Tokens of the model.
+    /// Vocabulary size of the model.
     vocab: u32,
     inputs: Inputs,
 }
 
-/// What the rows of a head are made with.
+/// The weights from which the rows of a head are made.
 struct Inputs {
     /// `[hidden]`.
     hidden_norm: Buffer<bf16>,
-    /// `[vocab, hidden]`, if the embedding is not the model's.
+    /// `[vocab, hidden]`, if the head has an embedding of its own. Otherwise it uses the model's.
     embed: Option<Buffer<bf16>>,
     norm_before_residual: bool,
 }
 
-/// The rows of a head in the making.
+/// The memory in which the rows of a head are made.
 pub(super) struct Pairs {
     inputs: Inputs,
-    /// `[vocab, hidden]` the embedding.
+    /// `[vocab, hidden]` the embedding, the model's or the head's own.
     table: Global<bf16>,
     vocab: u32,
-    /// `[rows, 3 · hidden]` the model's hidden states.
+    /// `[rows, 3 · hidden]` the model's hidden states of the rows.
     gathered: Buffer<bf16>,
-    /// `[rows, hidden]` one of these.
+    /// `[rows, hidden]` one hidden state made from these three.
     fused: Buffer<f32>,
-    /// `[rows, 2 · hidden]` what the projections read.
+    /// `[rows, 2 · hidden]` the input of the QKV projections.
     pairs: Buffer<bf16>,
-    /// `[sequences, hidden]` the head's own of each sequence's last row.
+    /// `[sequences, hidden]` the head's own hidden state after each sequence's last row.
     own: Buffer<f32>,
 }
 
 impl Pairs {
-    /// What the projections of queries, keys and values read.
+    /// The input of the QKV projections.
     pub(super) fn rows(&self) -> Global<bf16> {
         self.pairs.ptr()
     }
 
-    /// Where the hidden states of a pass's last rows go.
+    /// Where the head's own hidden states of a pass's last rows go.
     pub(super) fn own(&self) -> GlobalMut<f32> {
         self.own.ptr_mut()
     }
 }
 
-/// What the rows of a head's pass begin with.
+/// The hidden states from which the rows of a head's pass are made.
 #[derive(Clone, Copy)]
 pub(crate) enum Begin {
-    /// The model's hidden states of their positions.
+    /// The model's hidden states at the rows' positions.
     OfModel(States),
-    /// The head's own of the last row of each sequence: one row of each.
+    /// The head's own hidden state after the last row of each sequence. The pass then has one row for each sequence.
     Own,
 }
 
 impl HeadWeights {
-    /// The config of a head's layer as [`Forward`] takes it: tokens are the head's, and their "embedding" is its output
-    /// head.
+    /// The config of a head's layer, as [`Forward`] takes it. The vocabulary is the head's, and the output head stands
+    /// in for the embedding.
     pub(crate) fn config_of(head: &EagleHead) -> Config {
         Config { vocab_size: head.draft_vocab_size, tie_word_embeddings: true, ..head.config.clone() }
     }
 
-    /// What a head takes on a device, for sequences of up to `capacity` tokens, with prompts in passes of many rows or
-    /// not.
+    /// The device memory that a head takes for sequences of up to `capacity` tokens. `has_prefill` says whether prompts
+    /// run in passes of many rows.
     pub(crate) fn footprint(head: &EagleHead, capacity: usize, has_prefill: bool) -> Footprint {
         let (config, hidden) = (Self::config_of(head), head.config.plan.hidden);
         let Footprint { weights, working, .. } = Footprint::of(&config, capacity, false);
@@ -107,14 +108,14 @@ impl HeadWeights {
         Footprint { weights: weights + 2 * more as u64, working: working + rows, of_e4m3: 0 }
     }
 
-    /// Bytes beside its weights that a batch of so many sequences of up to `context` tokens takes, with so many pages.
+    /// Bytes beside its weights that a batch takes with these sequences, of up to `context` tokens each, and pages.
     pub(crate) fn batch_bytes(&self, context: usize, sequences: usize, pages: usize) -> u64 {
         let room = Capacity::batch(context, sequences, pages, MAX_ROWS as usize);
         let of_rows = (room.rows * 14 + sequences * 4) * self.config.plan.hidden;
         Footprint::of_room(&self.config, &room, None).working + of_rows as u64
     }
 
-    /// Memory for the matrices of a head with this config.
+    /// Allocates the memory for the matrices of a head with this config.
     fn stream(config: &Config, device: &Device) -> Result<Stream, Error> {
         let of_layer = config.gemms().map(|gemm| {
             let (n_tiles, k) = n_tiles(&gemm);
@@ -124,7 +125,8 @@ impl HeadWeights {
         Stream::new(device, of_layer.chain([(hidden.div_ceil(N_TILE), STATES * hidden)]))
     }
 
-    /// Copies a head to a device, to draft for a model of this config. f16 and f32 weights are rounded to bf16.
+    /// Copies a head's weights to a device, to draft for a model of this config. f16 and f32 weights are rounded to
+    /// bf16.
     ///
     /// # Errors
     /// A head that was made for another model, too little memory, or a driver error.
@@ -161,16 +163,16 @@ impl HeadWeights {
             samples.push(Sample::new(n_tiles, k, &rows));
             Ok(())
         };
-        // The layer's four, then the head, then the last.
+        // The layer's four matrices and the one for three hidden states. The output head follows below.
         for (number, (tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
             let weights = copy(tensors)?;
             let up = (number == Matrix::GateUp.number(0)).then_some(weights.len() / 2);
             sample(number, &weights)?;
-            // SAFETY: the matrices are `[n, k]`, one after another; they are freed when they are laid out.
+            // SAFETY: the matrices are `[n, k]`, one after another; each is freed after it was laid out.
             unsafe { stream.lay_out(device, number, Source::new(&weights, n, up))? };
         }
         sample(Matrix::Head.number(1), &embed_of_head)?;
-        // SAFETY: likewise, and it stays.
+        // SAFETY: the same holds for the output head, which is not freed.
         unsafe {
             stream.lay_out(device, Matrix::Head.number(1), Source::new(&embed_of_head, config.vocab_size, None))?
         };
@@ -200,8 +202,8 @@ impl HeadWeights {
 }
 
 impl HeadWeights {
-    /// Whether matrices are packed without loss: where that is quicker and there is the memory, whatever is wanted of
-    /// the model, since nobody sees the bits of what is drafted.
+    /// Whether to pack the matrices without loss: if that is quicker and there is memory for it, or if packing was
+    /// asked for. An option not to pack is for the model only: drafts never show in the output's bits.
     fn packs(device: &Device, stream: &Stream) -> Result<bool, Error> {
         let bytes = 2 * stream.weights().len() as u64;
         let pays = bytes >= device.capabilities().tuning().lossless_from
@@ -209,7 +211,7 @@ impl HeadWeights {
         Ok(device.has_full_ring() && (pays || device.options().lossless == Some(true)))
     }
 
-    /// The matrices of a pass packed, if they can be, with samples of their rows.
+    /// Packs the matrices of a pass, if they can be packed. `samples` are samples of their rows, which tell the size.
     fn packed(device: &Device, stream: &Stream, samples: &[Sample]) -> Result<Option<Packed>, Error> {
         let Some(size) = PackedSize::of_samples(samples) else { return Ok(None) };
         let mut packed = Packed::new(device, samples.iter().map(Sample::size), size)?;
@@ -221,8 +223,9 @@ impl HeadWeights {
 }
 
 impl Forward {
-    /// Allocates everything for a head that drafts for `model`, whose embedding it reads unless it has its own: `model`
-    /// is to live as long. Of one sequence pages lie in order; of several their tables are for the caller to fill in.
+    /// Allocates everything for a head that drafts for `model`. `model` must live as long, since the head reads its
+    /// embedding unless it has its own. With one sequence, page `i` of the sequence is page `i` of the cache. With
+    /// several, the caller fills in the page tables.
     ///
     /// # Errors
     /// As [`with_room`](Self::with_room); [`Error::Weights`] if the head is for another model.
@@ -254,13 +257,13 @@ impl Forward {
         Ok(forward)
     }
 
-    /// Enqueues a pass of a head. If all logits are wanted, it is the step in one launch where that was
-    /// [prepared](Self::prepare_decode).
+    /// Enqueues a pass of a head. If all logits are wanted and the decode kernel was [prepared](Self::prepare_decode),
+    /// the pass is a run of it.
     ///
     /// # Safety
-    /// As [`enqueue_rows`](Self::enqueue_rows), and rows are to each other what is said; this is a head, and [its
-    /// counters](Self::counters) are zero by then if all logits are wanted. Where the rows begin with the model's
-    /// hidden states, those of their positions are there.
+    /// As [`enqueue_rows`](Self::enqueue_rows), and the rows relate to each other as `rows` says. This is a head, and
+    /// [its counters](Self::counters) are zero when the pass runs if all logits are wanted. If `begin` is the model's
+    /// hidden states, those of the rows' positions are there.
     ///
     /// # Errors
     /// A refused launch.
@@ -302,7 +305,7 @@ impl Forward {
             if most_rows <= MAX_DECODE_ROWS {
                 self.device.launch_early::<eagle::make_pairs>(grid, shared, make)?;
             } else {
-                // Blocks of a launch that begins early are to be there together.
+                // The blocks of a launch that begins early must all be resident together, and these may be too many.
                 self.device.launch::<eagle::make_pairs>(grid, shared, make)?;
             }
             if let Some(decode) = decode {
@@ -314,7 +317,7 @@ impl Forward {
         }
     }
 
-    /// Enqueues the product that makes one hidden state of the model's three, and gives where they will be.
+    /// Enqueues the GEMM that makes one hidden state from the model's three. Returns where its result will be.
     ///
     /// # Safety
     /// As [`enqueue_head_pass`](Self::enqueue_head_pass).

@@ -1,4 +1,4 @@
-//! Rows that the host knows, in lists that were checked: passes over them are safe to enqueue.
+//! Rows that the host knows, in lists that were checked. Passes over such lists are safe to enqueue.
 
 use std::collections::HashSet;
 
@@ -10,19 +10,19 @@ use super::{Capacity, Forward, Pass, RowOutput, RowsOf, Tiles};
 use crate::Error;
 use crate::device::Buffer;
 
-/// A row: a token of a sequence.
+/// A row of a pass: one token of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// Its id.
+    /// The token's id.
     pub token: u32,
-    /// Its position in the sequence.
+    /// The token's position in the sequence, from 0 on.
     pub position: u32,
-    /// The sequence's number: its row of the [page tables](Forward::page_tables).
+    /// The number of the sequence, which is the index of its [page table](Forward::page_tables).
     pub sequence: u32,
 }
 
-/// Rows on the device, with their tiles of attention. That there are some says that they were checked: nobody else
-/// writes to the lists.
+/// Lists of rows on the device, with their tiles of attention. The rows of such lists were checked when they were made,
+/// and nothing writes to the lists afterwards.
 pub struct ListedRows {
     count: Buffer<u32>,
     tokens: Buffer<u32>,
@@ -30,36 +30,36 @@ pub struct ListedRows {
     sequences: Buffer<u32>,
     tiles: Buffer<u32>,
     end: u32,
-    /// Whether the rows of each sequence lie together, and follow each other.
+    /// Whether rows of the same sequence are adjacent and at consecutive positions.
     in_order: bool,
-    /// What they were checked for: this room,
+    /// The room that the rows were checked for.
     room: Capacity,
-    /// and tiles of at most so many rows.
+    /// The most rows of a tile that they were cut for.
     tile_rows: usize,
 }
 
 impl ListedRows {
-    /// Rows.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 }
 
 impl Forward {
-    /// Copies rows to the device, for passes over all of them. Rows of a sequence that follow each other meet in
-    /// attention.
+    /// Checks rows and copies them to the device, for passes over all of them. Adjacent rows of a sequence at
+    /// consecutive positions share a tile of attention.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
     ///
     /// # Panics
-    /// If there are none, or a row is of a token, position or sequence that there is no [room](Self::room) for: a bug
-    /// of the caller.
+    /// If `rows` is empty or more than there is [room](Self::room) for, or a row has a token, position or sequence that
+    /// does not exist: a bug of the caller.
     pub fn list_rows(&self, rows: &[Row]) -> Result<ListedRows, Error> {
         let (room, config, device) = (self.room, &self.config, &self.device);
         assert!(!rows.is_empty(), "no rows");
@@ -90,36 +90,37 @@ impl Forward {
         Attend::tile_rows(self.config.plan.attention.group() as u32) as usize
     }
 
-    /// [`enqueue_rows`](Self::enqueue_rows), of rows that were [listed](Self::list_rows).
+    /// [`enqueue_rows`](Self::enqueue_rows) for rows that were [listed](Self::list_rows).
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If they were listed on another device, for another room or for a model with other heads, or `output` is of other
+    /// If they were listed on another device, for another room or for a model with other heads, or `output` names other
     /// rows: a bug of the caller.
     pub fn enqueue_listed(&self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
         let pass = self.listed_pass(listed, output);
-        // SAFETY: the lists were checked for this room, and nobody could write to them since; what frees them waits for
-        // the device.
+        // SAFETY: the lists were checked for this room, and nothing wrote to them since; freeing them waits for the
+        // device.
         unsafe { self.enqueue_rows(&pass) }
     }
 
-    /// [`enqueue_quickest`](Self::enqueue_quickest), of rows that were [listed](Self::list_rows), of several sequences.
+    /// [`enqueue_quickest`](Self::enqueue_quickest) for rows of several sequences that were [listed](Self::list_rows).
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// As [`enqueue_listed`](Self::enqueue_listed), and if rows of a sequence do not follow each other.
+    /// As [`enqueue_listed`](Self::enqueue_listed), and if rows of a sequence are not adjacent and at consecutive
+    /// positions.
     pub fn enqueue_sequences(&mut self, listed: &ListedRows, output: RowOutput) -> Result<Option<Global<u64>>, Error> {
         assert!(listed.in_order, "rows of a sequence that do not follow each other");
         let pass = self.listed_pass(listed, output);
-        // SAFETY: likewise; they are to each other what was asked.
+        // SAFETY: as in `enqueue_listed`; the rows relate to each other as was just asserted.
         unsafe { self.enqueue_quickest(&pass, RowsOf::Sequences) }
     }
 
-    /// The pass over rows that were listed.
+    /// The pass over listed rows.
     fn listed_pass(&self, listed: &ListedRows, output: RowOutput) -> Pass {
         let is_here = listed.count.device().is_same_card(&self.device);
         let fits = listed.room == self.room && listed.tile_rows == self.tile_rows() && is_here;
@@ -140,7 +141,7 @@ impl Forward {
     }
 }
 
-/// Whether the rows of each sequence lie together, and follow each other.
+/// Whether rows of the same sequence are adjacent and at consecutive positions.
 fn are_in_order(rows: &[Row]) -> bool {
     let mut met = HashSet::new();
     let follows = |two: &[Row]| two[1].sequence == two[0].sequence && two[1].position == two[0].position + 1;
@@ -149,7 +150,8 @@ fn are_in_order(rows: &[Row]) -> bool {
     begins.into_iter().all(|sequence| met.insert(sequence))
 }
 
-/// Cuts rows into tiles, `[first, count]` each: rows of a sequence that follow each other, at most `most`.
+/// Cuts rows into tiles, `[first, count]` each. The rows of a tile are of one sequence, at consecutive positions, and
+/// at most `most`.
 fn tiles(rows: &[Row], most: usize) -> Vec<[u32; 2]> {
     let mut tiles: Vec<[u32; 2]> = Vec::new();
     for (i, row) in rows.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Passes over many rows of prompts, and the head over those that are picked.
+//! Passes over many rows of prompts, and the logits of selected rows.
 
 use cuda_std::Global;
 use gpu_kernels::batch::{self, PickRows};
@@ -10,7 +10,7 @@ use crate::prefill::{Prefill, PrefillInputs, Results};
 use crate::timed::timed;
 
 impl Forward {
-    /// Allocates what passes over many rows of a prompt need, on a device that has the hardware.
+    /// Allocates what passes over many rows of a prompt need, if the device has the hardware.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -18,7 +18,7 @@ impl Forward {
         self.prepare_prefill_of(self.room.context)
     }
 
-    /// The same, for up to `rows` rows at a time.
+    /// As [`prepare_prefill`](Self::prepare_prefill), for up to `rows` rows at a time.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -31,19 +31,20 @@ impl Forward {
         Ok(())
     }
 
-    /// The pass over many rows of a prompt, if it was prepared: every row of a prompt goes through it then.
+    /// The memory of passes over prompts, if it was prepared. All rows of prompts then go through such passes.
     pub fn prefill(&self) -> Option<&Prefill> {
         self.prefill.as_ref()
     }
 
-    /// Enqueues a pass over `count` rows of a prompt from position `start` on, which the [prefill](Self::prefill)'s
-    /// rows hold by then. Only the rows that `logits` names may be asked for theirs.
+    /// Enqueues a pass over `count` rows of a prompt, from position `start` on. The rows of the
+    /// [prefill](Self::prefill) hold them when it runs. Afterwards, logits can be had only of the rows that `output`
+    /// names.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If it was not prepared, or there is no room for such rows: a bug of the caller.
+    /// If passes over prompts were not prepared, or there is no room for these rows: a bug of the caller.
     pub fn enqueue_prefill(&mut self, start: usize, count: usize, output: RowOutput) -> Result<(), Error> {
         self.check_room(0, start.saturating_add(count));
         output.check(count);
@@ -55,20 +56,20 @@ impl Forward {
         unsafe { prefill.as_mut().expect("prepared").enqueue(&parts, start, count, output) }
     }
 
-    /// Enqueues a pass over `count` rows of any sequences' prompts, with `tiles` as
-    /// [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles) has them, so many. Only
-    /// rows from `results` on may be [picked](Self::enqueue_picked).
+    /// Enqueues a pass over `count` rows of prompts of any sequences. `tiles` are the tiles of attention, in the form
+    /// of [`PrefillAttention::tiles`](gpu_kernels::prefill_attention::PrefillAttention::tiles), and their number. Only
+    /// rows from `results` on may be [picked](Self::enqueue_picked) afterwards.
     ///
     /// # Safety
-    /// When they run, `rows` are lists of `count` rows: of sequences that there is [room](Self::room) for, at positions
-    /// below the context. So many `tiles` are there too, each within the rows, and those from `results` on hold its
-    /// rows. All lists live until the device is done.
+    /// When they run, `rows` are lists of `count` rows, of sequences that there is [room](Self::room) for, at positions
+    /// below the context. `tiles` lists as many tiles as it says, each within the rows, and the tiles from `results` on
+    /// hold the rows from `results` on. All lists live until the device is done.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If it was not prepared, or has no room for so many rows: a bug of the caller.
+    /// If passes over prompts were not prepared, or have no room for so many rows: a bug of the caller.
     pub unsafe fn enqueue_prefill_rows(
         &self,
         rows: Rows,
@@ -83,8 +84,8 @@ impl Forward {
         unsafe { prefill.as_ref().expect("prepared").enqueue_rows(&parts, rows, count, tiles, results) }
     }
 
-    /// Enqueues the logits of `count` rows of the last prefill, `picks`, in their order: row 0 of
-    /// [`logits`](Self::logits) is the first. `rows` has their number by then, and nothing else.
+    /// Enqueues the logits of `count` rows of the last prefill, which `picks` lists. Row `i` of
+    /// [`logits`](Self::logits) is that of pick `i`. Of `rows`, only the count is used.
     ///
     /// # Safety
     /// When it runs, `picks` lists `count` rows of the last prefill, and `rows` has their number. Both live until the
@@ -94,20 +95,21 @@ impl Forward {
     /// A refused launch.
     ///
     /// # Panics
-    /// If there was no prefill, or there is no room for so many logits: a bug of the caller.
+    /// If passes over prompts were not prepared, or there is no room for so many logits: a bug of the caller.
     pub unsafe fn enqueue_picked(&self, picks: Global<u32>, rows: Rows, count: u32) -> Result<(), Error> {
         // SAFETY: the caller's word.
         unsafe { self.enqueue_picks(picks, 0, rows, count) }
     }
 
-    /// Enqueues the logits of `count` rows of the last prefill from its row `first` on: row 0 of
-    /// [`logits`](Self::logits) is the first. [`rows`](Self::rows) hold the same rows by then.
+    /// Enqueues the logits of `count` rows of the last prefill, from its row `first` on. Row 0 of
+    /// [`logits`](Self::logits) is that of row `first`. [`rows`](Self::rows) hold the same rows when this runs.
     ///
     /// # Errors
     /// A refused launch.
     ///
     /// # Panics
-    /// If there was none, or none has so many rows, or there is no room for so many logits: a bug of the caller.
+    /// If passes over prompts were not prepared or have fewer rows, or there is no room for so many logits: a bug of
+    /// the caller.
     pub fn enqueue_head(&self, first: usize, count: u32) -> Result<(), Error> {
         let most = self.prefill().expect("prepared").capacity();
         assert!(first.saturating_add(count as usize) <= most, "{count} rows from {first} on, of {most}");
@@ -115,10 +117,11 @@ impl Forward {
         unsafe { self.enqueue_picks(Global::default(), first as u32, self.rows(), count) }
     }
 
-    /// Enqueues the logits of `count` rows of the last prefill: of a list, or from the `first` on.
+    /// Enqueues the logits of `count` rows of the last prefill: those that `picks` lists or, without a list, those from
+    /// `first` on.
     ///
     /// # Safety
-    /// As [`enqueue_picked`](Self::enqueue_picked); where there is no list, the prefill has so many rows.
+    /// As [`enqueue_picked`](Self::enqueue_picked). Without a list, the prefill has these rows.
     unsafe fn enqueue_picks(&self, picks: Global<u32>, first: u32, rows: Rows, count: u32) -> Result<(), Error> {
         self.check_room(count as usize, 0);
         let (scaled, squares) = self.prefill().expect("prepared").result();

@@ -1,4 +1,4 @@
-//! Hidden states of a model, which a pass leaves for a head that drafts from them.
+//! The hidden states of a model that a head drafts from. Passes over the model leave them in a ring.
 
 use cuda_std::Global;
 use gpu_kernels::eagle::{self, STATES, States, TakeStates, Taps};
@@ -9,15 +9,15 @@ use super::Forward;
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// The memory of hidden states, and which they are.
+/// The ring of hidden states, and after which layers they are taken.
 pub(crate) struct HiddenStates {
-    /// After how many layers the residual stream is one, in the order of the three.
+    /// After how many layers each of the three hidden states is taken.
     after: [usize; 3],
     states: Buffer<bf16>,
     slots: u32,
     dim: u32,
     sequences: u32,
-    /// Whether passes leave theirs.
+    /// Whether passes write their hidden states.
     wanted: bool,
 }
 
@@ -26,7 +26,7 @@ impl HiddenStates {
         States { states: self.states.ptr_mut(), slots: self.slots, dim: self.dim, sequences: self.sequences }
     }
 
-    /// All of them, slot by slot.
+    /// All hidden states, slot by slot.
     #[cfg(test)]
     pub(super) fn read(&self) -> Vec<bf16> {
         let mut found = vec![bf16::ZERO; self.states.len()];
@@ -34,15 +34,15 @@ impl HiddenStates {
         found
     }
 
-    /// As a pass in one launch takes them.
+    /// The ring, as the decode kernel takes it.
     pub(super) fn taps(&self) -> Taps {
         Taps { to: self.states(), after: self.after.map(|layers| layers as u32) }
     }
 
-    /// Enqueues the copy of the residual stream `x` after so many `layers`, if it is one of them.
+    /// Enqueues the copy of the residual stream `x` after `layers` layers, if that is one of the three hidden states.
     ///
     /// # Safety
-    /// `x` holds the residual stream of at most `most_rows` `rows`, of which those of a sequence lie together, at
+    /// `x` holds the residual stream of at most `most_rows` `rows`. Rows of the same sequence are adjacent, at
     /// consecutive positions.
     pub(crate) unsafe fn take(
         &self,
@@ -65,16 +65,17 @@ impl HiddenStates {
 }
 
 impl Forward {
-    /// Slots of hidden states beside those of the rows of a pass: more than a head may be behind.
+    /// Slots in addition to those for the rows of a pass. A head is never this many tokens behind.
     const SPARE_SLOTS: usize = MAX_ROWS as usize;
 
-    /// Bytes of hidden states beside passes over up to `rows` rows of a prompt, for a model of this hidden size.
+    /// Bytes of the hidden states of one sequence, with passes over up to `rows` rows of a prompt, for this hidden
+    /// size.
     pub(crate) const fn states_bytes(rows: usize, hidden: usize) -> u64 {
         ((rows + Self::SPARE_SLOTS) * STATES as usize * hidden * size_of::<bf16>()) as u64
     }
 
-    /// Allocates memory for the residual stream after so many layers, three times, of the last positions of a sequence.
-    /// Passes over prompts are [prepared](Self::prepare_prefill) by then, if they are at all.
+    /// Allocates the ring for the hidden states of the last positions of one sequence, taken after each of these three
+    /// numbers of layers. Passes over prompts must be [prepared](Self::prepare_prefill) before, if there are any.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -83,7 +84,8 @@ impl Forward {
         self.keep_states_of(after, [1, rows + Self::SPARE_SLOTS])
     }
 
-    /// The same of so many sequences, those with the lowest numbers, and so many of their last positions.
+    /// As [`keep_states`](Self::keep_states), for the `sequences` sequences with the lowest numbers, and `slots` last
+    /// positions of each.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -95,24 +97,24 @@ impl Forward {
         Ok(())
     }
 
-    /// From now on, passes leave their hidden states, if there is memory for them, or leave none.
+    /// Sets whether passes write their hidden states from now on. Without a ring for them, they never do.
     pub(crate) fn want_states(&mut self, wanted: bool) {
         if let Some(states) = &mut self.states {
             states.wanted = wanted;
         }
     }
 
-    /// Where hidden states are kept, wanted now or not.
+    /// The ring of hidden states, whether passes write to it at present or not.
     pub(crate) fn kept_states(&self) -> Option<States> {
         self.states.as_ref().map(HiddenStates::states)
     }
 
-    /// Whether a pass over so many rows of what is generated leaves its hidden states, where they are wanted.
+    /// Whether a pass over `rows` generated rows would write hidden states, if they are wanted.
     pub(crate) fn leaves_states(&self, rows: u32) -> bool {
         self.batched.is_none() || super::is_for_few(rows) && self.decode().is_some()
     }
 
-    /// The hidden states of the last positions that passes have run, where they leave them.
+    /// The ring of hidden states, if passes write to it at present.
     pub(crate) fn states(&self) -> Option<States> {
         self.wanted_states().map(HiddenStates::states)
     }
@@ -121,7 +123,7 @@ impl Forward {
         self.states.as_ref().filter(|states| states.wanted)
     }
 
-    /// Whether a hidden state is the residual stream after the last layer.
+    /// Whether one of the wanted hidden states is taken after the last layer.
     pub(crate) fn wants_last_layer(&self) -> bool {
         self.wanted_states().is_some_and(|states| states.after.contains(&self.config.num_hidden_layers))
     }
@@ -138,7 +140,7 @@ mod tests {
     use crate::forward::RowOutput;
     use crate::weights::DeviceWeights;
 
-    /// Rows of tokens at positions from `start` on: a pass over them, in one launch or many, and what it leaves.
+    /// Runs a pass over rows from position `start` on, in one launch or in many, and returns the ring that it leaves.
     fn left_by(forward: &mut Forward, (start, count): (u32, u32), in_one: bool) -> Vec<bf16> {
         let column = |of: fn(u32) -> u32| (start..start + count).map(of).collect::<Vec<_>>();
         forward.row_count.write(0, &[count]).unwrap();
@@ -164,8 +166,8 @@ mod tests {
         let weights = DeviceWeights::random(&config, &device).unwrap();
         let mut forward = Forward::new(&device, &config, weights, 192).unwrap();
         assert!(forward.prepare_decode().unwrap());
-        // One row is exchanged in another way than several, and more than 8 are another kernel's; the last rows are
-        // round the end of the ring.
+        // One row is exchanged in another way than several rows, and more than 8 rows take another kernel. The last
+        // case wraps around the end of the ring.
         for (after, rows) in
             [([0, 1, 3], (0, 12)), ([0, 1, 3], (12, 1)), ([2, 2, 1], (13, 5)), ([2, 2, 1], (120, MAX_DECODE_ROWS))]
         {

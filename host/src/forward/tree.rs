@@ -8,15 +8,15 @@ use super::Forward;
 use crate::Error;
 use crate::device::Buffer;
 
-/// The memory of paths, and whether rows have them.
+/// The memory of the rows' paths, and whether rows have paths at present.
 pub(super) struct Tree {
-    /// `[MAX_DECODE_ROWS]`.
+    /// `[MAX_DECODE_ROWS]` the paths, as words.
     paths: Buffer<u64>,
     wanted: bool,
 }
 
 impl Forward {
-    /// Allocates what steps of a tree need, if the [decode kernel](Self::decode) is there: only that runs them.
+    /// Allocates what tree steps need, if there is a [decode kernel](Self::decode). No other kernel runs trees.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -27,7 +27,8 @@ impl Forward {
         Ok(())
     }
 
-    /// From now on, rows of steps have paths, if steps can; otherwise they follow each other. Tells which it is.
+    /// Sets whether the rows of steps have paths from now on. Without paths, they are at consecutive positions. Returns
+    /// whether they have paths: never, if tree steps were not prepared.
     pub fn want_tree(&mut self, wanted: bool) -> bool {
         self.tree.as_mut().is_some_and(|tree| {
             tree.wanted = wanted;
@@ -35,13 +36,14 @@ impl Forward {
         })
     }
 
-    /// The rows that the next step runs: with paths, where they are wanted.
+    /// The rows that the next step runs, with their paths if those are wanted.
     pub fn step_rows(&self) -> Rows {
         let paths = self.tree.as_ref().filter(|tree| tree.wanted).map(|tree| tree.paths.ptr_mut());
         Rows { paths: paths.unwrap_or_default(), ..self.rows() }
     }
 
-    /// Enqueues the move of what the accepted path has left, if rows have paths.
+    /// Enqueues the move of the keys, values and hidden states of the accepted path to their positions, if rows have
+    /// paths.
     ///
     /// # Errors
     /// A refused launch.
@@ -61,7 +63,8 @@ impl Forward {
             layer_count: layers,
         };
         let with_states = layers + u32::from(self.states().is_some());
-        // SAFETY: buffers of self, sized as the parameter block says; the step that left the path was one of its.
+        // SAFETY: buffers of self, sized as the parameter block says; the accepted path is of the step that these rows
+        // ran.
         unsafe { self.device.launch::<tree::keep_path>((with_states, 2), 0, keep) }
     }
 }
@@ -78,7 +81,8 @@ mod tests {
 
     const VOCAB: u32 = 64;
 
-    /// Runs rows of `tokens` from `root` on, each with its path if they are a tree, and gives their logits.
+    /// Runs `tokens` as rows from position `root` on, as a tree if they have paths. Returns the bits of each row's
+    /// logits.
     fn step(forward: &mut Forward, root: u32, tokens: &[u32], paths: Option<&[Path]>) -> Vec<Vec<u32>> {
         let count = tokens.len() as u32;
         let depth = |row: usize| paths.map_or(row as u32, |paths| paths[row].depth());
@@ -109,11 +113,11 @@ mod tests {
         (0..=path.depth()).map(|depth| tokens[path.row_at(depth) as usize]).collect()
     }
 
-    /// Every row of a tree says what it would at the end of its path alone; and a path that is accepted is as if it had
-    /// been run alone.
+    /// Each row of a tree has the logits that it would have at the end of its path alone. After a path is accepted,
+    /// everything is as if it had been run alone.
     #[test]
     fn rows_of_a_tree_have_the_bits_of_their_paths() {
-        // Where the tree begins in a warp's keys, a page and a split.
+        // The roots are such that the tree crosses the keys of a warp, a page or a split.
         for (root, heads, rows) in [(60, (2, 1), 8), (350, (8, 2), MAX_DECODE_ROWS)] {
             let shape = Config::published("0.6B").unwrap();
             let mut config = Config { vocab_size: VOCAB as usize, num_hidden_layers: 2, ..shape };
@@ -131,7 +135,7 @@ mod tests {
             let tokens: Vec<u32> = (0..rows).map(|row| random(1000 + row) % VOCAB).collect();
             let mut paths = vec![Path::ROOT];
             for row in 1..rows {
-                // Near the last, so that some are deep.
+                // The parent is near the row, so that some paths become deep.
                 let parent = row - 1 - random(2000 + row) % row.min(4);
                 paths.push(paths[parent as usize].child(row));
             }
@@ -143,7 +147,7 @@ mod tests {
                 assert!(of_tree[row] == *alone.last().unwrap(), "row {row} of {rows} from {root} on: {path:?}");
             }
 
-            // Now the deepest is accepted.
+            // Now the deepest path is accepted.
             step(&mut forward, root, &tokens_on(deepest, &tokens), None);
             let next_root = root + deepest.depth() + 1;
             let left = |forward: &mut Forward| {

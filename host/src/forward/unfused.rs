@@ -1,4 +1,5 @@
-//! A step in many launches: for devices that cannot run it in one, and to compare with.
+//! The unfused path: a step with one launch for each operator. For devices without the other kernels, and for
+//! comparison.
 
 use cuda_std::Global;
 use gpu_kernels::attention::{self, Attend, AttendTiles};
@@ -15,7 +16,7 @@ use super::{Forward, Pass};
 use crate::Error;
 
 impl Forward {
-    /// Enqueues a pass launch by launch: the operators of the plan, one after another.
+    /// Enqueues a pass with one launch for each operator of the plan, in order.
     pub(super) fn enqueue_unfused(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, .. } = *pass;
         // SAFETY: every address is a buffer of self, of the size that its kernel's parameter block states; self
@@ -30,7 +31,7 @@ impl Forward {
         }
     }
 
-    /// Enqueues the copy of the residual stream after so many layers, if it is a hidden state that is wanted.
+    /// Enqueues the copy of the residual stream after `layers` layers, if it is one of the wanted hidden states.
     ///
     /// # Safety
     /// As [`Device::launch`].
@@ -40,10 +41,10 @@ impl Forward {
         unsafe { states.take(&self.device, pass.rows, pass.most_rows, layers, self.residual.ptr()) }
     }
 
-    /// Enqueues all layers launch by launch, and the logits that are wanted.
+    /// Enqueues all layers, with one launch for each operator, and the wanted logits.
     ///
     /// # Safety
-    /// As [`Device::launch`]; the residual stream of the rows is there.
+    /// As [`Device::launch`]. The residual stream holds the rows' embeddings.
     pub(super) unsafe fn enqueue_layers(&self, pass: &Pass) -> Result<(), Error> {
         let Pass { rows, most_rows, output, .. } = *pass;
         let (d, plan) = (&self.device, self.config.plan);
@@ -54,7 +55,7 @@ impl Forward {
                 for operator in plan.operators() {
                     match operator {
                         Operator::Gemm(gemm) => match &self.coded {
-                            // Attention of this path leaves rows as they come.
+                            // On this path, attention writes its output in plain order.
                             Some(coded) => self.enqueue_coded_gemm(coded, most_rows, i, &gemm, true)?,
                             None => self.launch_gemm(rows, most_rows, i, &gemm)?,
                         },
@@ -85,7 +86,7 @@ impl Forward {
     unsafe fn launch_gemm(&self, rows: Rows, most_rows: u32, layer: usize, gemm: &Gemm) -> Result<(), Error> {
         let w = &self.weights;
         let (x, norm) = match (gemm.input, &self.pairs) {
-            // A head's rows are normed already.
+            // The rows of a head are normed already.
             (Input::Normed, Some(pairs)) if gemm.matrix == Matrix::Qkv => (pairs.rows(), Norm::default()),
             (Input::Normed, _) => (self.scaled.ptr(), self.norm()),
             (Input::Attended, _) => (self.attended.ptr(), Norm::default()),
@@ -133,7 +134,8 @@ impl Forward {
         Ok(())
     }
 
-    /// Picks the width of a linear kernel, and takes as many launches as the rows need; all widths give the same bits.
+    /// Enqueues a linear layer. Picks the kernel's width by the number of rows, and uses several launches if one has
+    /// too few rows. All widths give the same bits.
     ///
     /// # Safety
     /// As [`Device::launch`].
@@ -165,7 +167,7 @@ impl Forward {
         Ok(())
     }
 
-    /// The head over the rows of `x`, from the first on.
+    /// The parameters of the output head over `x`, from row 0 on.
     pub(super) fn head(&self, rows: Rows, x: Global<bf16>, norm: Norm) -> Linear {
         Linear {
             rows,
@@ -182,24 +184,24 @@ impl Forward {
         }
     }
 
-    /// The embedding of these rows, for the first layer.
+    /// The parameters of the embedding of these rows.
     fn embed(&self, rows: Rows) -> Embed {
         self.weights.embedding(rows, self.residual())
     }
 
-    /// A layer's cache, with all page tables.
+    /// A layer's cache, with the page tables of all sequences.
     fn layer_cache(&self, layer: usize) -> Cache {
         self.cache.params(layer, self.page_table.ptr(), self.table_stride())
     }
 
-    /// The heads of these rows in a layer.
+    /// The parameters of the kernel that splits these rows' heads in a layer.
     fn split_heads(&self, rows: Rows, layer: usize) -> SplitHeads {
         let norms = &self.weights.layers[layer];
         let all = self.workspace(rows).split_heads(norms.k_norm.ptr(), self.layer_cache(layer));
         SplitHeads { q_norm: norms.q_norm.ptr(), q: self.q.ptr_mut(), ..all }
     }
 
-    /// Attention of these rows in a layer.
+    /// The parameters of attention of these rows in a layer.
     fn attend(&self, rows: Rows, layer: usize) -> Attend {
         Attend { q: self.q.ptr(), cache: self.layer_cache(layer), ..self.workspace(rows).attend() }
     }

@@ -1,4 +1,4 @@
-//! The weights of what drafts beside the text, on a device.
+//! The weights of a draft model or an EAGLE-3 head, on a device.
 
 use model::Config;
 
@@ -10,17 +10,18 @@ use crate::kept::Kept;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// A draft model's or a head's weights.
+/// The weights of a draft model or of a head.
 pub enum DraftWeights {
-    /// A draft model's, with its sizes.
+    /// A draft model's, with its config.
     Model(Config, Box<DeviceWeights>),
     /// An EAGLE-3 head's.
     Eagle3(Box<HeadWeights>),
 }
 
 impl DraftWeights {
-    /// Uploads `draft` to `device`, to draft for a model of this config, for sequences of up to `capacity` tokens;
-    /// `fits` says whether there is room for another footprint than its own, and `progress` is told the bytes.
+    /// Uploads `draft` to `device`, to draft for a model with the config `model`, for sequences of up to `capacity`
+    /// tokens. If the weights of a draft model turn out to be kept as bf16, `fits` is asked whether there is room for
+    /// that footprint. `progress` is told the bytes.
     pub(super) fn upload(
         draft: &DraftCheckpoint,
         model: &Config,
@@ -38,7 +39,7 @@ impl DraftWeights {
             }
             DraftCheckpoint::Eagle3(head) => {
                 let weights = HeadWeights::upload(head, model, device)?;
-                // All of it: a head is small.
+                // A head is small: it is uploaded whole before progress is told.
                 if progress(u64::MAX, u64::MAX).is_break() {
                     return Err(Error::Interrupted);
                 }
@@ -47,7 +48,8 @@ impl DraftWeights {
         }
     }
 
-    /// After how many layers of the model the residual stream is a hidden state that it drafts from, if it does.
+    /// Which hidden states of the model a head drafts from: the residual stream after each of these numbers of layers.
+    /// None for a draft model.
     pub(super) fn taps(&self) -> Option<[usize; 3]> {
         match self {
             Self::Model(..) => None,
@@ -55,7 +57,8 @@ impl DraftWeights {
         }
     }
 
-    /// With memory for sequences of up to `capacity` tokens, to draft for `model`, which is to live as long.
+    /// Allocates the memory of its passes, for sequences of up to `capacity` tokens, to draft for `model`, which is to
+    /// live as long.
     pub(super) fn passes(self, model: &Forward, capacity: usize) -> Result<Passes, Error> {
         match self {
             Self::Model(config, weights) => {

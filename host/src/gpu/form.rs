@@ -1,9 +1,9 @@
 //! A sequence whose answer has a form, on the GPU backend.
 //!
-//! Its masks are made on the host, so its steps cannot be enqueued without knowing what came before. But only the
-//! choice needs the mask: the pass itself is enqueued ahead, and while it runs the host takes the newest token out of
-//! the ring, moves the matcher on, and enqueues the choice behind the pass. With drafts the pass too waits for the
-//! newest token: the host proposes what the form forces, or what an n-gram match finds that the form allows.
+//! The host makes the sequence's masks, so its steps cannot be enqueued before the tokens ahead of them are known. But
+//! only the choice needs a mask. So the pass itself is enqueued ahead. While it runs, the host takes the newest token
+//! out of the ring, moves the matcher on, and enqueues the choice behind the pass. With drafts, the pass too waits for
+//! the newest token: the host proposes what the form forces, or what an n-gram match finds and the form allows.
 
 use gpu_kernels::drafting;
 use gpu_kernels::step::{self, Accept, PlanDecode};
@@ -15,23 +15,23 @@ use crate::backend::Step;
 use crate::draft::{DraftTokens, learned};
 use crate::tuning::DRAFT_COST;
 
-/// A sequence's way through its form.
+/// A sequence's progress through its form.
 pub(super) struct Following {
     matcher: Matcher,
     history: Vec<u32>,
-    /// What proposals from the text were worth of late.
+    /// The estimated acceptance of proposals from the text, from how recent ones fared.
     acceptance: u32,
     proposed: Vec<u32>,
-    /// Whether the form forces what is proposed.
+    /// Whether the form forces the `proposed` tokens.
     forced: bool,
-    /// How many of them run in the step that is under way.
+    /// How many of the `proposed` tokens run in the step that is under way.
     drafts: usize,
     /// Whether the next step is still to be enqueued.
     is_behind: bool,
 }
 
 impl Following {
-    /// At its beginning.
+    /// A sequence at the beginning of its form.
     pub fn new(matcher: Matcher, prompt: &[u32]) -> Self {
         Self {
             matcher,
@@ -46,13 +46,13 @@ impl Following {
 }
 
 impl Gpu {
-    /// Whether a pass is enqueued before the token before it is known.
+    /// Whether passes are enqueued before the host knows the newest token.
     fn passes_ahead(&self) -> bool {
         self.run.draft.is_none() && self.run_ahead > 0
     }
 
-    /// Makes the masks of the rows from `first_row` on, and enqueues that they are applied to the logits, which are
-    /// enqueued.
+    /// Makes the masks of the rows from `first_row` on, and enqueues their application to the logits, which a pass that
+    /// is enqueued already computes. Does nothing without a form.
     pub(super) fn enqueue_masks(&mut self, first_row: u32) -> Result<(), Error> {
         let Some(form) = &mut self.run.form else { return Ok(()) };
         let drafts = &form.proposed[..form.drafts];
@@ -66,14 +66,14 @@ impl Gpu {
         unsafe { self.masks.enqueue(self.forward.logits().ptr_mut(), 1 + drafts.len(), fill) }
     }
 
-    /// Enqueues what is behind a choice under a form: its acceptance, and the next pass if that goes ahead.
+    /// Enqueues what follows a choice under a form: its acceptance, and the next pass if passes go ahead.
     pub(super) fn enqueue_behind(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
         // SAFETY: buffers of self, sized as the parameter block says.
         unsafe { self.forward.device().launch::<step::accept>(1, 0, accept)? };
         if self.passes_ahead() { self.enqueue_form_pass(0, length) } else { Ok(()) }
     }
 
-    /// Enqueues the plan of a step with so many drafts, and its pass, for a history of then at most `length` tokens.
+    /// Enqueues the plan and the pass of a step with so many `drafts`. The history then has at most `length` tokens.
     fn enqueue_form_pass(&self, drafts: usize, length: usize) -> Result<(), Error> {
         let plan = PlanDecode {
             rows: self.forward.rows(),
@@ -91,7 +91,7 @@ impl Gpu {
         unsafe { self.forward.enqueue_decode(1 + drafts as u32, end as u32) }
     }
 
-    /// Proposes drafts for the next step; how many are worth it.
+    /// Proposes drafts for the next step. Returns how many are worth running.
     fn propose(&mut self) -> Result<usize, Error> {
         let Some((form, draft)) = self.run.form.as_mut().zip(self.run.draft) else { return Ok(0) };
         let proposal =
@@ -119,11 +119,11 @@ impl Gpu {
         form.proposed.clear();
         form.drafts = 0;
         form.is_behind = !step.finished;
-        // Where steps are waited for one by one, the next begins when it is asked for.
+        // If the host waits for each step, the next one is enqueued only when it is asked for.
         if self.run_ahead > 0 { self.catch_up() } else { Ok(()) }
     }
 
-    /// Enqueues the next step under a form, as far as it is not.
+    /// Enqueues what is missing of the next step under a form.
     pub(super) fn catch_up(&mut self) -> Result<(), Error> {
         let length = self.run.length;
         match &mut self.run.form {

@@ -1,4 +1,4 @@
-//! How a prompt is read: in passes or chunks, with the drafter behind it.
+//! How a prompt is read: in passes of many rows or in chunks of few, with a head that drafts reading along.
 
 use gpu_kernels::step::{self, MAX_ROWS, PlanPrompt, Rows};
 
@@ -9,8 +9,8 @@ use crate::forward::RowOutput;
 use crate::prefill::Prefill;
 
 impl Gpu {
-    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk the
-    /// device is waited for now and then, so that `progress` is told what is done.
+    /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk,
+    /// the host waits for the device now and then and tells `progress` what is done.
     pub(super) fn enqueue_prompt(
         &mut self,
         start: usize,
@@ -25,7 +25,7 @@ impl Gpu {
             let count = (prompt_len - at).min(chunk);
             let last = at + count == prompt_len;
             let output = match last {
-                // Then the last layer makes its outputs for all rows.
+                // A head that reads the last layer's hidden states needs those of all rows.
                 _ if self.forward.wants_last_layer() => RowOutput::LogitsFrom(0),
                 true => RowOutput::LogitsFrom(count as u32 - 1),
                 false => RowOutput::None,
@@ -58,7 +58,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Has a head read what a pass over the prompt has left for it, if one drafts.
+    /// If a head drafts, enqueues its passes over the hidden states that the pass over these tokens leaves.
     fn read_along(&mut self, prompt: &[u32], at: usize, count: usize) -> Result<(), Error> {
         let state = self.state();
         match (&mut self.model, self.forward.states()) {
@@ -68,7 +68,8 @@ impl Gpu {
         }
     }
 
-    /// Makes `count` tokens of the history the `rows` of a pass, of which there are `most`.
+    /// Enqueues the plan of a pass whose `rows` are `count` tokens of the history from `at` on. There is room for
+    /// `most` rows.
     fn plan(&self, (rows, most): (Rows, usize), at: usize, count: usize) -> Result<(), Error> {
         assert!(count <= most && at + count <= self.history.len(), "{count} rows from {at} on, of {most}");
         let plan = PlanPrompt { rows, state: self.state(), start: at as u32, count: count as u32 };

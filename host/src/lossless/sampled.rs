@@ -1,4 +1,4 @@
-//! What matrices take packed without loss, found on the host from some of their tiles.
+//! How many bytes matrices take when packed without loss, estimated on the host from some of their tiles.
 
 use gpu_kernels::linear::{K_PARTIALS, N_TILE, SLICE};
 use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES};
@@ -12,20 +12,20 @@ use super::{beyond, chunk_bytes, escapes_of, list_bytes, more_room};
 use crate::Error;
 use crate::stream;
 
-/// Bytes of the matrices that a decode step reads, as a checkpoint's weights have them.
+/// How many bytes the matrices that a decode step reads take, as bf16 and packed without loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedSize {
-    /// In bf16.
+    /// Bytes in bf16.
     pub plain: u64,
-    /// Packed without loss.
+    /// Bytes when packed without loss.
     pub packed: u64,
     /// Bytes of a tile's list of escapes.
     pub list_bytes: u32,
-    /// Escapes for which lists have no room, if the sample tells the truth.
+    /// Escapes for which lists have no room, as estimated from the sample.
     pub beyond: u64,
 }
 
-/// Some rows of a matrix, which tell what it takes packed.
+/// Some rows of a matrix, from which its packed size is estimated.
 pub struct Sample {
     n_tiles: u32,
     k: u32,
@@ -33,14 +33,15 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Of a matrix of so many N-tiles and input features: some of its `rows`, one after another, best a multiple of 16.
+    /// A sample of a matrix of `n_tiles` N-tiles and `k` input features: some of its `rows`, `k` elements each, one
+    /// after another. Their number is best a multiple of 16, an N-tile's rows.
     pub fn new(n_tiles: u32, k: u32, rows: &[bf16]) -> Self {
         let rows = rows.chunks(k as usize).map(|row| row.iter().map(|weight| weight.to_bits()).collect());
         Self { n_tiles, k, rows: rows.collect() }
     }
 
-    /// Of the matrix that is made of these parts, one after another or every eight rows of one `beside` eight of the
-    /// other: one N-tile in `every`, from the `first` on.
+    /// A sample of the matrix made of `parts`, which lie one after another or, if `beside`, alternate in groups of
+    /// eight rows. It takes one N-tile in `every`, and `first` decides with which it begins.
     fn of(first: usize, parts: &[&Weight<'_>], beside: bool, every: usize) -> Result<Self, Error> {
         let n_tiles = parts.iter().map(|part| part.shape()[0]).sum::<usize>().div_ceil(N_TILE as usize);
         let sampled = (first % every.min(n_tiles)..n_tiles).step_by(every);
@@ -48,12 +49,12 @@ impl Sample {
         Ok(Self { n_tiles: n_tiles as u32, k: parts[0].shape()[1] as u32, rows })
     }
 
-    /// How many of the matrix's tiles have so many escapes, if all are as these rows; none if some tile cannot be
-    /// packed.
+    /// How many of the matrix's tiles have `n` escapes, for each `n`, if all tiles are like the sample's. None if some
+    /// tile cannot be packed.
     fn counts(&self) -> Option<Vec<u64>> {
         let mut counts = [(); 2].map(|()| vec![0; MOST_ESCAPES as usize + 1]);
         self.rows.chunks(N_TILE as usize).for_each(|rows| count_n_tile(rows, &mut counts));
-        // As they are or doubled, whichever has fewer escapes.
+        // With weights as they are or doubled, whichever has fewer escapes.
         let fits = |counts: &Vec<u64>| counts[MOST_ESCAPES as usize] == 0;
         let best = counts.into_iter().filter(fits).min_by_key(|counts| escapes_of(counts))?;
         let tiles = u64::from(self.n_tiles * self.k.div_ceil(CHUNK_FEATURES) * K_PARTIALS);
@@ -67,20 +68,20 @@ impl Sample {
     }
 }
 
-/// Tiles by their escapes, with weights as they are and doubled.
+/// How many tiles have `n` escapes, for each `n`: with weights as they are, and doubled.
 type Counts = [Vec<u64>; 2];
 
 impl PackedSize {
-    /// One N-tile in so many is looked at to tell how many bytes packing saves.
+    /// One N-tile in this many is looked at to tell how many bytes packing saves.
     pub const SAMPLED: usize = 64;
-    /// And in so many to tell how much memory it takes.
+    /// One N-tile in this many is looked at to tell how much memory packed weights take.
     pub const SPARSELY: usize = 512;
 
-    /// Of a `checkpoint`, by one N-tile of each matrix in `every`. None if its weights are too far apart to be packed,
-    /// or would not be smaller enough.
+    /// Estimates the size of a `checkpoint`'s matrices from one in `every` N-tiles of each. None if their exponents are
+    /// too far apart for packing, or if packing would not save enough.
     ///
     /// # Errors
-    /// Of reading the checkpoint.
+    /// An error of reading the checkpoint.
     pub fn of(checkpoint: &Checkpoint, every: usize) -> Result<Option<Self>, Error> {
         let (config, weights) = (&checkpoint.config, checkpoint.weights()?);
         let layers = weights.layers.iter().enumerate();
@@ -89,7 +90,7 @@ impl PackedSize {
         });
         let head = (Matrix::Head.number(config.num_hidden_layers), vec![&weights.head], false);
         let matrices: Vec<_> = of_layers.chain([head]).collect();
-        // Each is counted by the thread that has read it, and then forgotten.
+        // Each sample is counted by the thread that has read it, and then dropped.
         let counted = |(number, parts, beside): &(usize, Vec<_>, bool)| {
             let sample = Sample::of(*number, parts, *beside, every)?;
             Ok::<_, Error>((sample.size(), sample.counts()))
@@ -100,7 +101,7 @@ impl PackedSize {
         Ok(counts.and_then(|counts| Self::of_counts(sizes.into_iter(), &counts)))
     }
 
-    /// The same of the head alone.
+    /// As [`of`](Self::of), for the head alone.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -108,13 +109,13 @@ impl PackedSize {
         Ok(Self::of_samples(&[Sample::of(0, &[&checkpoint.weights()?.head], false, every)?]))
     }
 
-    /// Of matrices with these samples. None as [`of`](Self::of).
+    /// Estimates the size of the matrices that these samples are of. None as for [`of`](Self::of).
     pub fn of_samples(samples: &[Sample]) -> Option<Self> {
         let counts = samples.iter().map(Sample::counts).collect::<Option<Vec<_>>>()?;
         Self::of_counts(samples.iter().map(Sample::size), &counts)
     }
 
-    /// Of matrices of these sizes, by how many tiles of each have so many escapes.
+    /// The size of matrices of these `sizes` (N-tiles and input features), by how many tiles of each have `n` escapes.
     fn of_counts(sizes: impl Iterator<Item = (u32, u32)>, matrices: &[Vec<u64>]) -> Option<Self> {
         let mut all = vec![0; MOST_ESCAPES as usize + 1];
         matrices.iter().for_each(|counts| all.iter_mut().zip(counts).for_each(|(all, count)| *all += count));
@@ -127,8 +128,8 @@ impl PackedSize {
     }
 }
 
-/// The 16 rows of an N-tile of the matrix that is made of these parts, one after another, or every eight of one
-/// `beside` eight of the other.
+/// The 16 rows of an N-tile of the matrix made of `parts`, which lie one after another or, if `beside`, alternate in
+/// groups of eight rows. Rows beyond the matrix are zeros.
 fn rows_of(parts: &[&Weight<'_>], n_tile: usize, beside: bool) -> Result<Vec<Vec<u16>>, Error> {
     let row = |part: &Weight<'_>, row: usize| {
         let k = part.shape()[1];
@@ -176,7 +177,7 @@ fn count_n_tile(rows: &[Vec<u16>], counts: &mut Counts) {
 fn escapes(slices: [impl Iterator<Item = u16>; 2], double: bool) -> usize {
     let (mut all, mut top, mut least) = (0, 0, 0x7f);
     for slice in slices {
-        // By the upper seven bits of the exponent.
+        // Weights, by the upper seven bits of their exponents.
         let mut found = [0u32; 128];
         for bits in slice {
             let times = if double { 2.0 } else { 1.0 };
@@ -193,7 +194,7 @@ fn escapes(slices: [impl Iterator<Item = u16>; 2], double: bool) -> usize {
         };
         let bases = (0..8).map(|tried: usize| largest.saturating_sub(3 + tried));
         let counted = bases.map(|base| (outside(base).map(|(_, count)| count).sum::<u32>(), base));
-        // Of equal ones the first.
+        // Of bases with equally few escapes, the first.
         let (escapes, base) = counted.min_by_key(|&(escapes, _)| escapes).expect("there are eight");
         all += escapes;
         top = outside(base).map(|(upper, _)| upper).max().unwrap_or(0).max(top);
@@ -211,7 +212,7 @@ mod tests {
     use crate::kept::{Kept, MatrixFormat};
     use crate::weights::DeviceWeights;
 
-    /// Of every tile it is what packing them takes.
+    /// An estimate from every tile is exactly what packing takes.
     #[test]
     fn all_tiles_take_what_packing_takes() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

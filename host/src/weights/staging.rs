@@ -1,5 +1,5 @@
-//! What goes where while a checkpoint is copied to a device: matrices wait in two staging buffers until they are laid
-//! out.
+//! What is copied where while a checkpoint is loaded to a device. Matrices wait in two staging buffers until they are
+//! laid out.
 
 use std::ops::Range;
 
@@ -12,21 +12,23 @@ use crate::Error;
 use crate::device::{Buffer, Device, Group, Region};
 use crate::stream::Source;
 
-/// Rows of a matrix that are not cut apart: of an N-tile, or that a format reads together.
+/// A matrix may be cut after a multiple of this many rows: N-tiles stay whole, and so do rows that a format reads
+/// together.
 pub(super) fn rows_together(weight: &Weight<'_>) -> usize {
     let (of_n_tile, of_format) = (N_TILE as usize, weight.unit().div_ceil(weight.shape()[1]));
     if of_format.is_multiple_of(of_n_tile) { of_format } else { of_format * of_n_tile }
 }
 
-/// Where weights are to go.
+/// Which weights are copied where, and what is laid out behind the copies.
 pub(super) struct Plan<'a> {
     pub(super) device: &'a Device,
-    /// Each with the first element that goes to its region.
+    /// The weights, each with its first element that goes to its region.
     pub(super) weights: Vec<(&'a Weight<'a>, usize)>,
-    /// Of each a region, in groups; the last one is not complete.
+    /// The regions of `weights`, in the same order, in groups. The group in the making is `regions`.
     pub(super) groups: Vec<Group>,
     regions: Vec<Region>,
-    /// Of each group the number of the matrix that is laid out behind it, and where that is then; none of others.
+    /// For each group, the number of the matrix that is laid out behind it, with its source; none for groups without
+    /// one.
     pub(super) behind: Vec<Option<(usize, Source)>>,
 }
 
@@ -35,7 +37,7 @@ impl<'a> Plan<'a> {
         Self { device, weights: Vec::new(), groups: Vec::new(), regions: Vec::new(), behind: Vec::new() }
     }
 
-    /// The norm of a kind of heads; ones without it.
+    /// A buffer for the norm of the query or key heads. Ones if there is none.
     pub(super) fn head_norm(&mut self, norm: Option<&'a Weight<'a>>) -> Result<Buffer<bf16>, Error> {
         match norm {
             Some(norm) => self.buffer(&[norm]),
@@ -43,14 +45,14 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// One buffer for `weights` one after another.
+    /// One buffer for `weights`, one after another.
     pub(super) fn buffer(&mut self, weights: &[&'a Weight<'a>]) -> Result<Buffer<bf16>, Error> {
         let buffer = self.device.zeroed(weights.iter().map(|weight| weight.elements()).sum())?;
         self.place(weights, &buffer);
         Ok(buffer)
     }
 
-    /// `weights` one after another from the start of `buffer` on.
+    /// Plans the copy of `weights`, one after another, to the start of `buffer`.
     fn place(&mut self, weights: &[&'a Weight<'a>], buffer: &Buffer<bf16>) {
         let mut at = 0;
         for weight in weights {
@@ -59,25 +61,25 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// These elements of `weight` from element `at` of `buffer` on.
+    /// Plans the copy of these elements of `weight` to `buffer`, from element `at` on.
     pub(super) fn place_part(&mut self, weight: &'a Weight<'a>, part: Range<usize>, buffer: &Buffer<bf16>, at: usize) {
         self.weights.push((weight, part.start));
         // Rows that a format reads together are not cut apart.
         self.regions.push(buffer.region(at, part.len()).in_units(weight.unit()));
     }
 
-    /// Ends a group of regions, with what is laid out `behind` it; those of group `after` are done with before these
-    /// are filled.
+    /// Ends a group of regions, with what is laid out `behind` it. If its memory is that of group `after`, it is filled
+    /// only when that one has been laid out.
     pub(super) fn end_group(&mut self, after: Option<usize>, behind: Option<(usize, Source)>) {
         self.groups.push(Group { regions: std::mem::take(&mut self.regions), after });
         self.behind.push(behind);
     }
 }
 
-/// Memory for matrices on their way: one is laid out while the next one is copied.
+/// Two staging buffers for matrices: one is laid out while the next one is copied.
 pub(super) struct Staging {
     slots: [Buffer<bf16>; 2],
-    /// The slot of the next one.
+    /// The slot that the next matrix takes.
     next: usize,
     /// The group that each slot was last used by.
     users: [Option<usize>; 2],
@@ -90,7 +92,8 @@ impl Staging {
         Ok(Self { slots, next: 0, users: [None; 2] })
     }
 
-    /// Plans that matrix `number` of the stream is made of `weights` one after another, or of gate and up.
+    /// Plans that matrix `number` of the stream is made of `weights`, which lie one after another; of gate and up if
+    /// `is_gated`.
     pub(super) fn stage<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weights: &[&'a Weight<'a>], is_gated: bool) {
         let elements: usize = weights.iter().map(|weight| weight.elements()).sum();
         let rows: usize = weights.iter().map(|weight| weight.shape()[0]).sum();
@@ -101,8 +104,8 @@ impl Staging {
         self.end(plan, number, source);
     }
 
-    /// Plans that matrix `number` of the stream is made of `weight`, as many rows at a time as there is room for; but
-    /// not all: some are laid out while others are copied.
+    /// Plans that matrix `number` of the stream is made of `weight`, a part at a time. A part has as many rows as there
+    /// is room for, but not all of them: one part is laid out while the next is copied.
     pub(super) fn stage_in_parts<'a>(&mut self, plan: &mut Plan<'a>, number: usize, weight: &'a Weight<'a>) {
         let (rows, k) = (weight.shape()[0], weight.shape()[1]);
         let unit = rows_together(weight);
@@ -116,7 +119,7 @@ impl Staging {
         }
     }
 
-    /// Ends the group that fills the next slot.
+    /// Ends the group that fills the next slot, with the layout of its source behind it.
     fn end(&mut self, plan: &mut Plan<'_>, number: usize, source: Source) {
         let after = self.users[self.next].replace(plan.groups.len());
         plan.end_group(after, Some((number, source)));

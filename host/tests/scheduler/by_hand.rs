@@ -5,7 +5,7 @@ use host::batch::plan::PageCopy;
 use host::batch::tier::Tier;
 use host::batch::{Advance, Costs, Limits, Plan, Scheduler};
 
-/// Pages of 4 tokens, and nothing that a case does not ask for.
+/// Pages of 4 tokens. All that a case may ask for is off.
 pub const PLAIN: Limits = Limits {
     context: 64,
     sequences: 8,
@@ -21,12 +21,12 @@ pub const PLAIN: Limits = Limits {
     prompts_apart: true,
 };
 
-/// Where to save a page and bring it back takes the time of so many rows.
+/// Costs where saving a page and bringing it back takes as long as so many rows.
 fn cost(swap_page: f64) -> Costs {
     Costs { swap_page, row: 1.0 }
 }
 
-/// A step that brings a token to whoever samples. It finishes nobody.
+/// Runs a step that brings a token to every sequence that samples. It finishes none.
 fn step(scheduler: &mut Scheduler) -> Plan {
     let plan = scheduler.plan();
     let sampling = plan.work.iter().filter(|work| work.samples);
@@ -34,7 +34,7 @@ fn step(scheduler: &mut Scheduler) -> Plan {
     plan
 }
 
-/// How many start in a step.
+/// Runs a step. Returns how many sequences start in it.
 fn starting(scheduler: &mut Scheduler) -> usize {
     step(scheduler).started.len()
 }
@@ -52,7 +52,7 @@ fn run_alone(scheduler: &mut Scheduler, prompt: &[u32]) -> Plan {
 fn a_long_one_starts_in_an_endless_stream_of_short_ones() {
     let limits = Limits { context: 32, sequences: 4, pages: 8, ..PLAIN };
     let mut scheduler = Scheduler::new(limits, cost(1.0));
-    // Answers of 4 tokens: whoever runs ends within as many steps.
+    // Answers of 4 tokens: a sequence that runs ends within 4 steps.
     let mut short = (100..).map(|i| vec![i; 3]);
     let mut add_short = |scheduler: &mut Scheduler| scheduler.add(short.next().expect("endless"), 7);
     let mut running = vec![add_short(&mut scheduler), add_short(&mut scheduler)];
@@ -71,14 +71,15 @@ fn a_long_one_starts_in_an_endless_stream_of_short_ones() {
     }
 }
 
-/// Where two have room until both have 8 tokens.
+/// Two sequences have room until both have 8 tokens.
 const CROWDED: Limits = Limits { context: 20, pages: 5, ..PLAIN };
 
-/// Two run, and the second has to make room after 8 tokens. Where it goes on when there is room again.
+/// Runs two sequences, of which the second is preempted after 8 tokens. Returns the position at which it goes on when
+/// there is room again.
 fn preempted(scheduler: &mut Scheduler, prompts: [[u32; 6]; 2]) -> u32 {
     let [first, _] = prompts.map(|prompt| scheduler.add(prompt.to_vec(), 20));
     assert_eq!(starting(scheduler), 2);
-    // There is a fifth page for one of them, and later another of those that the second had.
+    // The first takes the fifth page, and later one of those that the second had.
     while scheduler.tokens(first).is_some_and(|tokens| tokens.len() < 20) {
         step(scheduler);
     }
@@ -94,10 +95,10 @@ fn who_is_preempted_is_saved_if_that_is_cheaper_than_to_run_it_again() {
         let start = preempted(&mut scheduler, [[5; 6], [6; 6]]);
         (scheduler.counts().swapped, scheduler.counts().dropped, start)
     };
-    // 2 pages with 8 tokens.
+    // The preempted sequence has 8 tokens in 2 pages.
     assert_eq!(saved(cost(3.9), 2), (1, 0, 8));
     assert_eq!(saved(cost(4.1), 2), (0, 1, 0));
-    // And if there is room.
+    // It is saved only if the host tier has room.
     assert_eq!(saved(cost(3.9), 1), (0, 1, 0));
 }
 
@@ -111,7 +112,7 @@ fn who_is_preempted_is_saved_by_the_newest_measurements() {
 #[test]
 fn what_was_saved_comes_back_rather_than_a_copy_of_less() {
     let mut scheduler = Scheduler::new(Limits { host_pages: 2, ..CROWDED }, cost(1.0));
-    // The first page of the one, which is there still, begins like that of the other.
+    // The first sequence's first page is still on the device, and begins like the second's.
     assert_eq!(preempted(&mut scheduler, [[6, 5, 5, 5, 5, 5], [6; 6]]), 8);
 }
 
@@ -126,7 +127,7 @@ fn who_is_preempted_is_saved_once_the_host_tier_is_there() {
         let is_there = u64::from(grown.is_some());
         assert_eq!((scheduler.counts().swapped, scheduler.counts().dropped), (is_there, 1 - is_there));
     }
-    // Of 16 pages one is left.
+    // 15 of the 16 pages are in use.
     let mut scheduler = Scheduler::new(Limits { pages: 16, ..PLAIN }, cost(1.0));
     scheduler.add(vec![1; 59], 64);
     step(&mut scheduler);
@@ -136,7 +137,7 @@ fn who_is_preempted_is_saved_once_the_host_tier_is_there() {
 #[test]
 fn who_is_preempted_is_saved_in_place_of_what_is_only_kept() {
     let mut scheduler = Scheduler::new(Limits { host_pages: 2, ..CROWDED }, cost(1.0));
-    // Both pages of the host tier keep what two have had.
+    // The host tier's two pages keep the two full pages of a prompt that two sequences have had.
     (0..2).for_each(|_| _ = run_alone(&mut scheduler, &[2, 2, 2, 2, 3, 3, 3, 3, 4]));
     assert_eq!(run_alone(&mut scheduler, &[7; 19]).swap_out.len(), 2);
     assert_eq!(preempted(&mut scheduler, [[5; 6], [6; 6]]), 8);
@@ -146,7 +147,8 @@ fn who_is_preempted_is_saved_in_place_of_what_is_only_kept() {
 fn who_was_saved_does_not_wait_for_a_prompt_with_less_than_that() {
     let limits = Limits { context: 32, pages: 8, host_pages: 3, prompts_apart: false, ..PLAIN };
     let mut scheduler = Scheduler::new(limits, cost(1.0));
-    // The last two are of the same text, and both make room for the first. The host tier has room for the pages of one.
+    // The last two sequences have the same text, and both are preempted for the first. The host tier has room for the
+    // pages of one.
     let first = scheduler.add(vec![5; 10], 32);
     (0..2).for_each(|_| _ = scheduler.add(vec![6; 6], 32));
     while scheduler.tokens(first).is_some_and(|tokens| tokens.len() < 32) {
@@ -157,7 +159,8 @@ fn who_was_saved_does_not_wait_for_a_prompt_with_less_than_that() {
     assert_eq!(starting(&mut scheduler), 2);
 }
 
-/// Tokens that come back from the host tier, of two pages that several have had and that the device needed for others.
+/// Returns how many tokens come back from the host tier, of two pages that several sequences have had and that the
+/// device needed for others.
 fn restored(costs: Costs) -> u64 {
     let limits = Limits { context: 24, pages: 6, host_pages: 4, ..PLAIN };
     let mut scheduler = Scheduler::new(limits, costs);
@@ -181,7 +184,8 @@ fn of_a_text_that_is_of_use_no_more_the_end_is_forgotten_first() {
     let mut scheduler = Scheduler::new(limits, cost(1.0));
     let prompt: Vec<u32> = (0..13).collect();
     run_alone(&mut scheduler, &prompt);
-    // One page held nothing whole; another has to go.
+    // It takes two pages. One is the last page, which was not full, so it is not in the index. The other has to leave
+    // the index.
     run_alone(&mut scheduler, &[7; 5]);
     assert_eq!(run_alone(&mut scheduler, &prompt).work[0].start, 8);
 }
@@ -193,7 +197,8 @@ fn a_page_is_not_taken_in_the_step_that_copies_from_it() {
     let ended = [scheduler.add((10..19).collect(), 20), scheduler.add((20..29).collect(), 20)];
     assert_eq!(starting(&mut scheduler), 2);
     ended.iter().for_each(|id| scheduler.finish(*id));
-    // One takes the pages that hold nothing whole. Of the others, the next to go is the second one of 10 to 18.
+    // The new sequence takes the pages that are not in the index. Of the others, the next to go is the second page of
+    // the tokens 10 to 18.
     scheduler.add((30..39).collect(), 20);
     assert_eq!(starting(&mut scheduler), 1);
     scheduler.add(vec![10, 11, 12, 13, 14, 15, 16, 99], 20);
@@ -206,13 +211,13 @@ fn a_page_is_not_taken_in_the_step_that_copies_from_it() {
 #[test]
 fn who_has_room_without_a_copy_starts() {
     let begins_alike = |len: u32| [10, 11, 12].into_iter().chain(20..).take(len as usize).collect::<Vec<u32>>();
-    // Alone, it takes all pages, also the one that it could copy from.
+    // A sequence alone takes all pages, also the one that it could copy from.
     let mut scheduler = Scheduler::new(Limits { context: 12, pages: 3, ..PLAIN }, cost(1.0));
     run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
     let plan = run_alone(&mut scheduler, &begins_alike(11));
     assert_eq!((plan.copies.len(), plan.work[0].start), (0, 0));
-    // With another one there are two pages for it, and one that it copies from: after the step, that is there for the
-    // other.
+    // Beside another sequence, it has two pages and one that it copies from. After the step, the other sequence can
+    // have that page.
     let mut scheduler = Scheduler::new(Limits { context: 12, pages: 4, ..PLAIN }, cost(1.0));
     run_alone(&mut scheduler, &[10, 11, 12, 13, 14]);
     scheduler.add(vec![5, 6], 12);
@@ -242,7 +247,7 @@ fn a_page_that_others_only_copied_from_is_not_kept_in_the_host_tier() {
 #[test]
 fn a_page_that_two_have_filled_with_the_same_is_kept_in_the_host_tier() {
     let mut scheduler = Scheduler::new(Limits { context: 24, pages: 6, host_pages: 4, ..PLAIN }, cost(1.0));
-    // They start in the same step: neither finds anything of the other.
+    // Both start in the same step, so neither finds anything of the other.
     let ids = [scheduler.add(vec![5; 3], 20), scheduler.add(vec![5; 3], 20)];
     (0..3).for_each(|_| _ = step(&mut scheduler));
     ids.iter().for_each(|id| scheduler.finish(*id));
@@ -262,7 +267,7 @@ fn the_host_tier_gives_up_what_was_unused_longest() {
     let mut other = tier.clone();
     assert!(tier.take().is_some());
     assert_eq!(keys.each_ref().map(|key| tier.content(key)), [Some(1), None]);
-    // What leaves the device once more, and is there already, was used then.
+    // A page that leaves the device once more, and is in the tier already, counts as used then.
     assert!(other.keep(&keys[1], 2).is_none());
     other.end_plan();
     assert!(other.take().is_some());
@@ -280,7 +285,7 @@ fn what_came_back_from_the_host_tier_is_kept_there_again() {
     (0..2).for_each(|_| pages.release(page));
     assert_eq!(pages.take(), Some(page));
     assert_eq!(pages.end_plan().len(), 1);
-    // It comes back over what has taken its memory, and the host tier's page is wanted for something else meanwhile.
+    // It comes back to its page on the device. Meanwhile, its page in the host tier is taken for something else.
     let [(place, content)] = &pages.find(&text, 4).pages[..] else { panic!("it was kept") };
     let from = pages.read(place);
     let PageLocation::Host(key) = place else { panic!("{place:?}") };
@@ -300,7 +305,7 @@ fn what_was_generated_is_shared_as_a_prompt_where_the_device_computes_both_alike
         let mut scheduler = Scheduler::new(Limits { prompts_apart, ..PLAIN }, cost(1.0));
         let id = scheduler.add(vec![5; 4], 20);
         (0..5).for_each(|_| _ = step(&mut scheduler));
-        // A page of the prompt, a page that was generated, and the newest token.
+        // The sequence has a page of its prompt, a page that was generated, and its newest token.
         let tokens = scheduler.tokens(id).expect("it runs").to_vec();
         scheduler.finish(id);
         run_alone(&mut scheduler, &tokens).work[0].start
@@ -314,12 +319,12 @@ fn a_prompt_waits_for_what_was_generated_where_that_is_shared() {
         let mut scheduler = Scheduler::new(Limits { prompts_apart, ..CROWDED }, cost(1.0));
         let first = scheduler.add(vec![5; 11], 20);
         let second = scheduler.add(vec![6; 3], 20);
-        // The second makes room when it has generated a token of its first page, and one more.
+        // The second is preempted when it has generated the last token of its first page, and one more.
         while scheduler.tokens(first).is_some_and(|tokens| tokens.len() < 20) {
             step(&mut scheduler);
         }
         scheduler.finish(first);
-        // It is run again, and what it has is the prompt of another.
+        // The second is computed again. The new request's prompt is all the tokens that the second has.
         scheduler.add(scheduler.tokens(second).expect("it waits").to_vec(), 20);
         starting(&mut scheduler)
     };
@@ -347,7 +352,7 @@ fn what_a_step_brings_is_not_foreseen_where_sequences_may_draft_next() {
     let plan = scheduler.plan();
     assert_eq!((plan.work[0].most_drafts, scheduler.foresee()), (0, false));
     scheduler.advance(&[Advance { slot: plan.work[0].slot, tokens: vec![1] }]);
-    // Two have no row left for drafts.
+    // Two sequences leave no row for drafts.
     scheduler.add(vec![6; 3], 20);
     scheduler.plan();
     assert!(scheduler.foresee());
@@ -383,7 +388,7 @@ fn a_choice_that_is_put_off_runs_its_row_again() {
 fn nothing_is_drafted_beyond_the_end() {
     let mut scheduler = Scheduler::new(Limits { drafts: 5, draft_rows: 8, ..PLAIN }, cost(1.0));
     scheduler.add(vec![5; 3], 8);
-    // After the newest token, one comes without a draft.
+    // A step brings one token more than it has drafts.
     let drafts: Vec<u32> = (0..5).map(|_| step(&mut scheduler).work[0].most_drafts).collect();
     assert_eq!(drafts, [0, 3, 2, 1, 0]);
 }
@@ -400,13 +405,13 @@ fn what_is_run_again_while_the_host_tier_has_it_is_the_same_text() {
     let used = [pages.take().expect("free"), pages.take().expect("free")];
     let first = put(&mut pages, used[0], NOTHING, &text[..4]);
     put(&mut pages, used[1], first, &text[4..]);
-    // Two have used both; then others want the memory.
+    // Two sequences have used both pages. Then others want the memory.
     used.iter().for_each(|page| pages.share(*page));
     used.iter().chain(&used).rev().for_each(|page| pages.release(*page));
     let other = pages.take().expect("unused");
     pages.take().expect("unused");
     assert_eq!(pages.end_plan().len(), 2);
-    // What follows the first page is known by it.
+    // The first page has the same content as before, so the page that follows it is found.
     assert_eq!(put(&mut pages, other, NOTHING, &text[..4]), first);
     let found: Vec<PageLocation> = pages.find(&text, 8).pages.into_iter().map(|(place, _)| place).collect();
     assert!(matches!(found[..], [PageLocation::Device(page), PageLocation::Host(_)] if page == other), "{found:?}");
@@ -425,7 +430,7 @@ fn who_is_read_in_ahead_takes_the_place_of_who_ends() {
 
 #[test]
 fn nobody_is_read_in_ahead_who_would_take_the_pages_of_others() {
-    // Pages of 4 tokens: two of 16 tokens come to have 8, and the third may have 4.
+    // With pages of 4 tokens, two sequences of 16 tokens will fill 8, and the third may fill 4.
     let started = |length| {
         let mut scheduler = Scheduler::new(Limits { generating: 2, pages: 12, context: 20, ..PLAIN }, cost(1.0));
         (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 3], 16));
@@ -435,10 +440,10 @@ fn nobody_is_read_in_ahead_who_would_take_the_pages_of_others() {
     assert_eq!([16, 17].map(started), [3, 2]);
 }
 
-/// Prompts wait until they have 20 rows, or have missed a token for each that runs.
+/// Prompts wait until they have 20 rows, or have missed a token for each sequence that runs.
 const PATIENT: Limits = Limits { prompt_rows: 20, prompt_share: 1, ..PLAIN };
 
-/// Two start, with prompts of 10 tokens.
+/// Starts two sequences with prompts of 10 tokens.
 fn two_run(scheduler: &mut Scheduler) {
     (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
     assert_eq!(starting(scheduler), 2);
@@ -447,8 +452,8 @@ fn two_run(scheduler: &mut Scheduler) {
 #[test]
 fn a_few_prompts_wait_for_more_while_others_run() {
     let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
-    // Alone, at once; a second would miss a token for the one that runs, and does not wait either; a third does, until
-    // there are 20 rows.
+    // The first is alone and starts at once. By waiting, the second would miss a token, which is enough where one
+    // sequence runs: it starts too. The third waits until there are 20 rows.
     scheduler.add(vec![2; 9], 60);
     assert_eq!(starting(&mut scheduler), 1);
     scheduler.add(vec![3; 9], 60);
@@ -457,7 +462,7 @@ fn a_few_prompts_wait_for_more_while_others_run() {
     assert_eq!(starting(&mut scheduler), 0);
     scheduler.add(vec![5; 10], 60);
     assert_eq!(starting(&mut scheduler), 2);
-    // When nothing runs any more, nothing is waited for.
+    // A prompt waits only while others run.
     scheduler.add(vec![6; 3], 60);
     assert_eq!(starting(&mut scheduler), 0);
     (0..4).for_each(|id| scheduler.finish(id));
@@ -469,7 +474,8 @@ fn a_prompt_waits_no_longer_than_a_pass_for_it_is_worth() {
     let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
     (0..2).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 60));
     assert_eq!(starting(&mut scheduler), 2);
-    // One misses a token a step, and two run; then three do.
+    // A waiting prompt misses a token a step, and starts when these are as many as the sequences that run: two, then
+    // three.
     let steps = |scheduler: &mut Scheduler, token| {
         scheduler.add(vec![token; 5], 60);
         (1..10).find(|_| starting(scheduler) == 1)
@@ -488,13 +494,14 @@ fn a_step_reads_no_more_rows_than_prompts_wait_for_and_the_rest_waits_too() {
     two_run(&mut scheduler);
     (0..3).for_each(|i| _ = scheduler.add(vec![4 + i; 9], 60));
     assert_eq!(rows(&step(&mut scheduler)), [1, 1, 9, 9, 2]);
-    // Seven rows are left of the last one, until there are 20.
+    // Seven rows of the last prompt are left. They wait until there are 20.
     assert_eq!(rows(&step(&mut scheduler)), [1; 4]);
     scheduler.add(vec![7; 12], 60);
     assert_eq!(rows(&step(&mut scheduler)), [1; 4]);
     scheduler.add(vec![8; 9], 60);
     assert_eq!(rows(&step(&mut scheduler)), [1, 1, 1, 1, 7, 12, 1]);
-    // Eight are left, and six generate. When one does, a token is missed for it.
+    // Eight rows are left, and six sequences generate, so they wait. When only one generates, enough tokens have been
+    // missed.
     assert_eq!(rows(&step(&mut scheduler)), [1; 6]);
     (0..5).for_each(|id| scheduler.finish(id));
     assert_eq!(rows(&step(&mut scheduler)), [1, 8]);
@@ -518,7 +525,7 @@ fn who_has_no_room_is_not_waited_for_together() {
     scheduler.add(vec![5; 56], 60);
     assert_eq!(starting(&mut scheduler), 0);
     scheduler.finish(0);
-    // Now it would miss a token for the one that runs.
+    // By waiting it would miss a token, which is enough where one sequence runs.
     assert_eq!(starting(&mut scheduler), 1);
 }
 
@@ -527,7 +534,8 @@ fn who_has_no_page_left_for_those_that_run_is_not_waited_for_together() {
     let started = |tokens| {
         let mut scheduler = Scheduler::new(Limits { pages: 20, ..PATIENT }, cost(1.0));
         two_run(&mut scheduler);
-        // 14 pages are left: 3 for the first, a page each for the three that run then, and 8.
+        // 14 pages are left: 3 for the first prompt, a page each for the three sequences that run then, and 8 for the
+        // second prompt.
         scheduler.add(vec![4; 10], 60);
         scheduler.add(vec![5; tokens], 60);
         starting(&mut scheduler)
@@ -542,8 +550,8 @@ fn pages_that_are_shared_are_no_room_for_others_together() {
         let prompt: Vec<u32> = (100..124).collect();
         run_alone(&mut scheduler, &prompt[..17]);
         two_run(&mut scheduler);
-        // 14 pages are left: 2 for the first, 4 that are found of it and that nobody else uses, a page each for the
-        // three that run then, and 5.
+        // 14 pages are left: 2 for the first prompt, 4 more that are found of it and that nobody else uses, a page each
+        // for the three sequences that run then, and 5 for the second prompt.
         scheduler.add(prompt, 60);
         scheduler.add(vec![5; tokens], 60);
         starting(&mut scheduler)
@@ -557,7 +565,8 @@ fn a_page_that_two_share_takes_room_once_together() {
     let prompt: Vec<u32> = (100..132).collect();
     run_alone(&mut scheduler, &prompt[..17]);
     two_run(&mut scheduler);
-    // 12 pages are left: 4 that both find, 3 for the one, 2 for the other, and a page each for the three that run then.
+    // 12 pages are left: 4 that both prompts find, 3 for the first, 2 for the second, and a page each for the three
+    // sequences that run then.
     scheduler.add(prompt[..28].to_vec(), 60);
     scheduler.add([&prompt[..16], &[7; 8]].concat(), 60);
     assert_eq!(starting(&mut scheduler), 2);
@@ -569,7 +578,7 @@ fn rows_that_are_found_do_not_count_together() {
     let prompt: Vec<u32> = (100..124).collect();
     run_alone(&mut scheduler, &prompt[..17]);
     two_run(&mut scheduler);
-    // 8 rows are left of it, so that 12 more are waited for.
+    // 16 of the prompt's tokens are found and 8 rows are left, so it waits for 12 more.
     scheduler.add(prompt, 60);
     assert_eq!(starting(&mut scheduler), 0);
     scheduler.add(vec![4; 12], 60);
@@ -590,7 +599,7 @@ fn who_was_saved_does_not_wait_for_others() {
     let mut scheduler = Scheduler::new(limits, cost(1.0));
     (0..4).for_each(|i| _ = scheduler.add(vec![2 + i; 6], 20));
     assert_eq!(starting(&mut scheduler), 4);
-    // Three have a third page, the last one has none.
+    // Three sequences have a third page, the last one has none.
     (0..3).for_each(|_| _ = step(&mut scheduler));
     assert_eq!((scheduler.running(), scheduler.counts().swapped), (3, 1));
     scheduler.finish(0);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use host::batch::plan::{Page, SequenceId, Slot};
 use host::batch::{Limits, Plan};
 
-/// What a place holds: everything up to and with its token, as a hash.
+/// What a place holds: a hash of all tokens up to its own, which is included.
 pub type Text = u64;
 const NOTHING: Text = 0;
 
@@ -18,23 +18,23 @@ pub fn next(tokens: &[u32]) -> u32 {
     (tokens.iter().fold(7, |text, &token| then(text, token)) % 3) as u32
 }
 
-/// Executes plans literally.
+/// A device that executes plans literally.
 pub struct Device {
     limits: Limits,
     pages: Vec<Vec<Text>>,
     host: Vec<Vec<Text>>,
-    /// Who runs where, with its page table.
+    /// The sequence in each slot, with its page table.
     pub slots: HashMap<Slot, (SequenceId, Vec<Page>)>,
 }
 
 impl Device {
-    /// With nothing on it.
+    /// A device that holds nothing.
     pub fn new(limits: Limits) -> Self {
         let store = |pages: u32| vec![vec![NOTHING; limits.page_tokens]; pages as usize];
         Self { pages: store(limits.pages), host: store(limits.host_pages), limits, slots: HashMap::new() }
     }
 
-    /// Executes the plan's moves, as a launch for each part would: all reads of a part before its writes.
+    /// Executes the plan's moves as a launch for each part would: a part does all its reads before its writes.
     pub fn prepare(&mut self, plan: &Plan) {
         for slot in &plan.freed {
             assert!(self.slots.remove(slot).is_some(), "slot {slot} was not taken");
@@ -73,12 +73,12 @@ impl Device {
         }
     }
 
-    /// Runs a row; everything before it must be in place. The first `prompt` tokens are the prompt.
+    /// Runs the row of a position; everything before it must be in place. The first `prompt` tokens are the prompt.
     pub fn row(&mut self, slot: Slot, tokens: &[u32], prompt: usize, position: usize) {
         let size = self.limits.page_tokens;
         let table = &self.slots[&slot].1;
         let mut text = NOTHING;
-        // What was generated leaves other bits, where the limits say so.
+        // Where `prompts_apart`, generated tokens leave other bits than a prompt's.
         let apart = self.limits.prompts_apart;
         let place = |at: usize| tokens[at] + if apart && at >= prompt { 1000 } else { 0 };
         for at in 0..position {

@@ -1,5 +1,5 @@
-//! What is promised about who runs, held against plan after plan: who starts, who is preempted for whom, and that
-//! nobody starves.
+//! Checks plan after plan against what the scheduler promises: which sequences start, which are preempted for which,
+//! and that none starves.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,7 +9,7 @@ use host::batch::{Costs, Counts, Limits, Plan, Scheduler};
 /// A sequence that has not ended.
 #[derive(Debug, Clone)]
 pub struct Sequence {
-    /// Those of a step under way included.
+    /// Its tokens, those of a step under way included.
     pub tokens: Vec<u32>,
     /// How many of them are the prompt.
     pub prompt: usize,
@@ -27,7 +27,7 @@ impl Sequence {
         self.tokens.len() < self.length
     }
 
-    /// Pages that `self`, which is being read in, will fill with what `other` begins with.
+    /// How many of the pages that `other` begins with `self` will have filled, when its own prompt has been read in.
     fn leaves(&self, other: &Self, limits: &Limits) -> usize {
         let others = &other.tokens[..other.tokens.len() - 1];
         let mut same = self.tokens.iter().zip(others).take_while(|(a, b)| a == b).count();
@@ -38,14 +38,14 @@ impl Sequence {
     }
 }
 
-/// A plan, and who ran before it.
+/// A plan, and what it was made from.
 pub struct Planned<'a> {
     pub plan: &'a Plan,
-    /// Who ran, but for those who have ended.
+    /// The sequences that ran before it, by slot, without those that have ended.
     pub ran: &'a BTreeMap<Slot, SequenceId>,
-    /// Everyone who goes on, each as the plan found it; who starts, as the plan takes it up.
+    /// All sequences that go on, each as the plan found it. Those that start are as the plan takes them up.
     pub sequences: &'a BTreeMap<SequenceId, &'a Sequence>,
-    /// After the plan.
+    /// The scheduler, after the plan.
     pub scheduler: &'a Scheduler,
 }
 
@@ -54,12 +54,12 @@ pub struct Rules {
     limits: Limits,
     costs: Costs,
     counts: Counts,
-    /// Who goes on and came first, and for how many steps that has been so.
+    /// Of the sequences that go on, the one that came first, and for how many steps it has been that one.
     first: (SequenceId, usize),
-    /// Steps that preempted, and pages that everyone who came can fill.
+    /// How many steps preempted a sequence; and how many pages each sequence can fill.
     preempting: usize,
     pages: HashMap<SequenceId, usize>,
-    /// How often one started before another that had come earlier.
+    /// How often a sequence started before another that had come earlier.
     pub overtakings: u64,
 }
 
@@ -69,7 +69,7 @@ impl Rules {
         Self { limits, costs, counts, first: (0, 0), preempting: 0, pages, overtakings: 0 }
     }
 
-    /// A step's plan was made.
+    /// Checks a step's plan.
     pub fn check(&mut self, planned: &Planned<'_>) {
         let Planned { plan, ran, sequences, scheduler } = planned;
         let preempted: Vec<SequenceId> = plan.freed.iter().filter_map(|slot| ran.get(slot).copied()).collect();
@@ -81,7 +81,7 @@ impl Rules {
             assert!(plan.started.is_empty(), "{preempted:?} had to leave, and others come: {plan:?}");
         }
 
-        // A page that is taken for drafts is one that is taken beyond the newest token's.
+        // Whether a page is taken for drafts: one beyond the newest token's.
         let drafts = plan.work.iter().filter(|work| work.most_drafts > 0).any(|work| {
             let beyond = (work.start + work.rows).div_ceil(self.limits.page_tokens as u32);
             plan.tables.iter().any(|entry| entry.slot == work.slot && entry.index >= beyond)
@@ -101,9 +101,10 @@ impl Rules {
         self.limits.pages as usize - scheduler.pages_in_use()
     }
 
-    /// Whoever came first ends. While it waits for pages nobody starts, and each step brings a row of the first among
-    /// those who run, so that they end one after the other; then it starts itself. To read in what it waits for takes
-    /// no more rows than they would. What is put off takes a step more, each time: of 8 choices, two at most.
+    /// The sequence that came first ends within a bounded number of steps. While it waits for pages, no other starts,
+    /// and each step brings a row to the first of those that run, so that they end one after another; then it starts
+    /// itself. If it waits for a prompt that is being read in, that takes no more rows than they would. Each choice
+    /// that is put off takes a step more; of 8 choices at most two are put off.
     fn first_ends(&mut self, sequences: &BTreeMap<SequenceId, &Sequence>) {
         let Some((&first, _)) = sequences.first_key_value() else { return };
         let steps = if self.first.0 == first { self.first.1 + 1 } else { 0 };
@@ -112,7 +113,7 @@ impl Rules {
         assert!(steps <= most, "{first} has been the first for {steps} steps");
     }
 
-    /// Who came last makes room, and is saved only where that is cheaper than to run it again.
+    /// Sequences that came last are preempted. One is saved only where that is cheaper than to compute it again.
     fn last_is_preempted(&mut self, planned: &Planned<'_>, preempted: &[SequenceId]) {
         let Planned { plan, ran, sequences, scheduler } = planned;
         let before = std::mem::replace(&mut self.counts, scheduler.counts());
@@ -131,15 +132,16 @@ impl Rules {
         let dear = preempted.iter().filter(dear).count();
         assert!(dropped as usize >= dear, "{dropped} of {dear} are computed again: {plan:?}");
 
-        // Each time, one before them needed a page more than it ever had: that happens once a page.
+        // A step preempts only if an earlier sequence needs a page more than it ever had, which happens once for each
+        // of its pages.
         let pages = |sequence: &Sequence| sequence.length.div_ceil(self.limits.page_tokens);
         self.pages.extend(sequences.iter().map(|(id, sequence)| (*id, pages(sequence))));
         self.preempting += usize::from(!preempted.is_empty());
         assert!(self.preempting <= self.pages.values().sum(), "{} steps preempt", self.preempting);
     }
 
-    /// Those who start are the first in line, and all of them that have room; who waits for a prompt may be overtaken
-    /// meanwhile.
+    /// The sequences that start are the first in line, and all that have room start. One that waits for a prompt of
+    /// another may be overtaken meanwhile.
     fn starts(&mut self, planned: &Planned<'_>) {
         let Planned { plan, ran, sequences, scheduler } = planned;
         let started: Vec<SequenceId> = plan.started.iter().map(|started| started.sequence).collect();
@@ -153,24 +155,25 @@ impl Rules {
         }
 
         let (free, running) = (self.free_pages(scheduler), scheduler.running());
-        // With the last one, all the others had a page left each.
+        // When the last one started, each of the others had a page left.
         assert!(started.is_empty() || free + 1 >= running, "{free} pages are left for {running}: {plan:?}");
 
         let Some(&first) = waiting.first() else { return };
-        // Prompts that wait for each other are not looked at here.
+        // Prompts that wait to be read in together are not checked here.
         let at_once = self.limits.prompt_rows == 0 || ran.is_empty();
         let rows: u32 = plan.work.iter().map(|work| work.rows).sum();
         let most = if self.limits.prompt_rows > 0 { self.limits.prompt_rows } else { u32::MAX };
-        // To be read in ahead takes more room than that.
+        // A sequence that is only read in ahead needs more room than is counted here.
         let has_slot = running < self.limits.generating as usize && rows < self.limits.rows.min(most);
         if at_once && has_slot && !Self::waits_for(first, planned, &self.limits) {
-            // Until the plan is made, sources of copies are not free; and what is found of it already may not help.
+            // Sources of copies are free only when the plan is made. Pages that the index has of its text are counted
+            // as wanted too, since they may not help.
             let wanted = sequences[&first].tokens.len().div_ceil(self.limits.page_tokens);
             assert!(wanted + running + plan.copies.len() > free, "{first} has room, and waits: {plan:?}");
         }
     }
 
-    /// Whether one that runs, and was there when `id` had its turn, reads in what `id` begins with.
+    /// Whether a sequence reads in what `id` begins with, which ran or started before `id` had its turn.
     fn waits_for(id: SequenceId, planned: &Planned<'_>, limits: &Limits) -> bool {
         let Planned { plan, ran, sequences, .. } = planned;
         let will_leave = |other: &SequenceId, there: usize| {
@@ -178,7 +181,7 @@ impl Rules {
             let is_read = reader.computed + 1 >= reader.tokens.len();
             !is_read && reader.leaves(sequences[&id], limits) * limits.page_tokens > there
         };
-        // Of one that starts with saved pages, nothing is found before its first step.
+        // Of a sequence that starts, even with saved pages, nothing is found before its first step.
         let mut starts = plan.started.iter().map(|started| started.sequence).filter(|other| *other < id);
         ran.values().any(|other| will_leave(other, sequences[other].computed))
             || starts.any(|other| will_leave(&other, 0))

@@ -1,8 +1,8 @@
-//! An answer's parts: what the model thought, what it says, and which tools it calls.
+//! The parts of an answer: what the model thought, what it says, and which tools it calls.
 //!
 //! Qwen3 writes `<think>…</think>` before what it says, and `<tool_call>{"name": …, "arguments": …}</tool_call>` for
-//! each tool that it calls. Some templates open the thought in the prompt, so that the answer holds its end alone.
-//! [`Splitter`] takes an answer apart while it comes, or when it is there.
+//! each tool that it calls. Some templates open the thought in the prompt, so that the answer holds only the closing
+//! tag. [`Splitter`] takes an answer apart, piece by piece while it is generated or as a whole.
 
 use serde::Deserialize;
 use serde_json::error::Category;
@@ -16,14 +16,14 @@ const END_CALL: &str = "</tool_call>";
 /// A call of a tool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolCall {
-    /// The tool.
+    /// The tool's name.
     pub name: String,
     /// Its arguments: JSON, as the model wrote it.
     pub arguments: String,
 }
 
 impl ToolCall {
-    /// What stands between the tags.
+    /// Parses the JSON between the tags.
     fn parse(json: &str) -> serde_json::Result<Self> {
         #[derive(Deserialize)]
         struct Call<'a> {
@@ -33,13 +33,13 @@ impl ToolCall {
         }
         let Call { name, arguments } = serde_json::from_str(json)?;
         let arguments = arguments.map_or("{}", RawValue::get);
-        // Some models write their JSON as a string once more.
+        // Some models encode the arguments twice: as a string that holds JSON.
         let arguments = serde_json::from_str(arguments).unwrap_or_else(|_| arguments.to_owned());
         Ok(ToolCall { name, arguments })
     }
 }
 
-/// Some of an answer, of one kind.
+/// A part of an answer, of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
     /// Text that the model thinks.
@@ -50,41 +50,42 @@ pub enum Piece {
     ToolCall(ToolCall),
 }
 
-/// Takes an answer apart while it comes.
+/// Takes an answer apart while it is generated.
 ///
-/// Tags are left out, and the line breaks that stand between them and the text. Text that may be the beginning of a tag
-/// is held back until that is known. A thought can only be the first of an answer; what looks like one later is said.
+/// Tags are removed, with the line breaks between them and the text. Text that may be the beginning of a tag is held
+/// back until that is certain. A thought can only come first: what looks like a thought later is content.
 #[derive(Debug, Clone)]
 pub struct Splitter {
     state: State,
     tools: bool,
-    /// What is not decided.
+    /// Text about which nothing is decided yet.
     held: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nothing but blanks was there; whether the prompt has opened a thought.
+    /// Only white space has come so far. `opened`: the prompt has opened a thought.
     Start { opened: bool },
-    /// In a thought; whether there was text of it.
+    /// In a thought. `begun`: some of its text has come.
     Thought { begun: bool },
-    /// Behind a thought, where only line breaks were.
+    /// After a thought or a call, while only line breaks have come.
     Behind,
-    /// In what is said.
+    /// In the content.
     Content,
-    /// Behind the tag that begins a call; `held` has the tag and the line breaks before it.
+    /// After the tag that begins a call. `held` begins with the line breaks before the tag, and the tag; the call's
+    /// text begins at `from`.
     Call { from: usize },
 }
 
 impl Splitter {
-    /// For an answer to `prompt`, as the template has made it. `tools`: whether there are any to call; without, what
-    /// looks like a call is said.
+    /// A splitter for the answer to `prompt`, as the template made it. `tools`: whether there are tools to call; if
+    /// not, what looks like a call is content.
     pub fn new(prompt: &str, tools: bool) -> Self {
         let opened = prompt.trim_end().ends_with(THINK);
         Splitter { state: State::Start { opened }, tools, held: String::new() }
     }
 
-    /// Takes the next text; gives what is certain now.
+    /// Takes the next text, and returns the pieces that are certain with it.
     pub fn push(&mut self, text: &str) -> Vec<Piece> {
         self.held.push_str(text);
         let mut pieces = Vec::new();
@@ -92,7 +93,7 @@ impl Splitter {
         pieces
     }
 
-    /// What was held back, at the end of an answer. A call that has not ended is none: it is said.
+    /// Ends the answer, and returns what was held back. A call without its closing tag is content.
     pub fn finish(mut self) -> Vec<Piece> {
         let rest = std::mem::take(&mut self.held);
         match self.state {
@@ -110,7 +111,7 @@ impl Splitter {
         pieces.into_iter().collect()
     }
 
-    /// Decides about some of what is held; false if all that is left depends on what comes.
+    /// Decides about some of the held text. Returns false if all that is left depends on text still to come.
     fn step(&mut self, pieces: &mut Vec<Piece>) -> bool {
         match self.state {
             State::Start { opened } => {
@@ -166,7 +167,7 @@ impl Splitter {
         }
     }
 
-    /// Within a call whose text begins at `from`.
+    /// As `step`, within a call whose text begins at `from` in `held`.
     fn call(&mut self, from: usize, pieces: &mut Vec<Piece>) -> bool {
         let text = &self.held[from..];
         for (at, _) in text.match_indices(END_CALL) {
@@ -174,11 +175,11 @@ impl Splitter {
             match ToolCall::parse(&text[..at]) {
                 Ok(call) => {
                     pieces.push(Piece::ToolCall(call));
-                    // Between two calls there is a line break.
+                    // A line break stands between two calls: `Behind` skips it.
                     self.go(State::Behind, end);
                     return true;
                 }
-                // The tag stands in a string of the JSON.
+                // The JSON is not complete: this tag stands inside one of its strings.
                 Err(error) if error.classify() == Category::Eof => {}
                 Err(_) => {
                     self.say(Piece::Content, end, pieces);
@@ -207,7 +208,7 @@ impl Splitter {
     }
 }
 
-/// What templates write between tags and text.
+/// The line breaks that templates write between tags and text.
 const BREAKS: [char; 2] = ['\n', '\r'];
 
 /// The length of `text` without the line breaks at its end.
@@ -215,7 +216,8 @@ fn without_breaks(text: &str) -> usize {
     text.trim_end_matches(BREAKS).len()
 }
 
-/// The length of what of `text` cannot belong to a `tag` that comes, nor to the line breaks before it.
+/// The length of the part of `text` that can belong neither to a `tag` still to come nor to the line breaks before that
+/// tag.
 fn undecided(text: &str, tag: &str) -> usize {
     let begun = (1..tag.len()).rev().find(|&n| text.ends_with(&tag[..n])).unwrap_or(0);
     without_breaks(&text[..text.len() - begun])
@@ -224,7 +226,7 @@ fn undecided(text: &str, tag: &str) -> usize {
 /// An answer, taken apart.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// What the model thought, if it did.
+    /// What the model thought, if it thought.
     pub reasoning_content: Option<String>,
     /// What it says.
     pub content: String,
@@ -254,7 +256,7 @@ mod tests {
     const OPENED: &str = "<|im_start|>assistant\n<think>\n";
     const CLOSED: &str = "<|im_start|>assistant\n<think>\n\n</think>\n\n";
 
-    /// The answer, however its text is cut into pieces.
+    /// The parts of an answer. Checks that they do not depend on how its text is cut into pieces.
     fn answer(prompt: &str, text: &str, tools: bool) -> Answer {
         let whole = Splitter::new(prompt, tools).answer(text);
         for size in 1..=9 {
@@ -291,7 +293,7 @@ mod tests {
         );
         assert_eq!(answer(CLOSED, "2 é", false), said("2 é"));
         assert_eq!(answer(PLAIN, "<think>\n\n</think>\n\n2", false), said("2"));
-        // Cut off by a limit.
+        // Answers that a limit cut off.
         assert_eq!(answer(PLAIN, "<think>\nadd\n", false), thought("add\n", ""));
         assert_eq!(answer(OPENED, "add </thi", false), thought("add </thi", ""));
         assert_eq!(answer(PLAIN, "<thi", false), said("<thi"));
@@ -313,7 +315,7 @@ mod tests {
         let text = format!("<think>\nx <tool_call>\n</think>\n\nLet me see.\n{one}\n{one}\n");
         let twice = [expected[0], expected[0]];
         assert_eq!(answer(PLAIN, &text, true), calls(&twice, thought("x <tool_call>", "Let me see.")));
-        // Nobody asked for calls.
+        // Without tools, a call is content.
         assert_eq!(answer(PLAIN, one, false), said(one));
     }
 

@@ -1,10 +1,10 @@
-//! What a template may use: a template comes with a model, and must not be able to end or hang the program.
+//! Limits of templates. A template comes with a model, and must not be able to end or hang the program.
 //!
-//! Instructions are counted by the engine ([`FUEL`]). The rest is counted here: [`Guard`] goes through the parsed
-//! template and puts a call around whatever an operator, a filter, a test or a method is given, so that values are
-//! looked at before something is made of them. That bounds each text, how deep values are nested (one that holds itself
-//! is as deep as can be), and all work together. What makes more text than it is given (`indent`, `replace`, `join`,
-//! `format`, …) is checked by itself.
+//! The engine counts instructions ([`FUEL`]). The rest is counted here. [`Guard`] rewrites the parsed template: it puts
+//! a call around each value that an operator, a filter, a test or a method is given, and that call examines the value
+//! before anything is made of it. This bounds the length of each text, the nesting of values (a value that holds itself
+//! exceeds any bound), and all work together. Operations that can make more text than they are given (`indent`,
+//! `replace`, `join`, `format`, …) have a check of their own.
 
 use std::cell::Cell;
 
@@ -13,36 +13,36 @@ use minijinja::machinery::{CodeGenerator, parse};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, escape_formatter};
 
-/// Instructions of a rendering.
+/// Instructions that a rendering may execute.
 pub(super) const FUEL: u64 = 5_000_000;
-/// Bytes of a template: the longest that models have are a tenth of it.
+/// Largest template, in bytes. The longest that models have are a tenth of it.
 pub(super) const SOURCE: usize = 256 << 10;
-/// Operators and brackets within each other.
+/// Deepest nesting of expressions and statements.
 const NESTING: usize = 500;
-/// Bytes of a value: a line of a batch, and what a template puts around it.
+/// Largest value, in bytes. It leaves room for a line of a batch and what a template puts around it.
 const BYTES: u64 = 80 << 20;
-/// Bytes of all values that are looked at.
+/// Bytes of all values that a rendering examines, together.
 const WORK: u64 = 1 << 30;
-/// Values within each other.
+/// Deepest nesting of values.
 const DEPTH: usize = 200;
-/// What a value counts beside its text.
+/// Bytes that each value counts for, beside its text.
 const VALUE: u64 = 128;
-/// What a text within another value counts for each byte: written out, it is longer.
+/// Bytes that each byte of a text inside another value counts for: written out, such a text is longer.
 const WITHIN: u64 = 4;
-/// What each part of a text counts that becomes a list.
+/// Bytes that each part counts for when a text becomes a list.
 const PART: u64 = 24;
-/// The largest number that is a width, or a number of parts.
+/// The largest number that may be a width, or a number of parts.
 const WIDTH: i64 = 10_000;
 
-/// The functions that values are looked at with; a template cannot write these names.
+/// Names of the functions that examine values. They hold spaces, so that a template cannot write them.
 const WHOLE: &str = "within limits";
 const TOP: &str = "within limits at the top";
 const PARTS: &str = "within limits in parts";
-/// What is put into a namespace.
+/// Examines what is put into a namespace.
 const KEPT: &str = "within limits in a namespace";
 
 thread_local! {
-    /// Work that is left for the rendering of this thread.
+    /// Work that is left to the rendering in this thread.
     static LEFT: Cell<u64> = const { Cell::new(WORK) };
 }
 
@@ -54,14 +54,14 @@ fn too_long() -> Error {
     refuse(format!("it makes a value of more than {} MiB", BYTES >> 20))
 }
 
-/// Takes work from what is left.
+/// Subtracts work from what is left; fails if there is too little.
 fn spend(work: u64) -> Result<(), Error> {
     let left = LEFT.get().checked_sub(work);
     LEFT.set(left.unwrap_or(0));
     left.map(|_| ()).ok_or_else(|| refuse(format!("it handles more than {} MiB of text", WORK >> 20)))
 }
 
-/// Looks at all of a value.
+/// Examines a value and everything in it.
 fn whole(value: &Value) -> Result<(), Error> {
     fn walk(value: &Value, depth: usize, bytes: &mut u64) -> Result<(), Error> {
         if depth > DEPTH {
@@ -88,7 +88,7 @@ fn whole(value: &Value) -> Result<(), Error> {
     walk(value, 0, &mut 0)
 }
 
-/// Looks at a text, or at how many values there are in another value.
+/// Examines only the outermost level: the length of a text, or the number of values in another value.
 fn top(value: &Value) -> Result<(), Error> {
     let length = match value.as_bytes() {
         Some(bytes) => bytes.len(),
@@ -97,7 +97,7 @@ fn top(value: &Value) -> Result<(), Error> {
     spend(VALUE + length as u64)
 }
 
-/// Whether a namespace is somewhere in a value.
+/// Whether a value is a namespace or holds one, at any depth.
 fn holds_namespace(value: &Value) -> Result<bool, Error> {
     if value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace")) {
         return Ok(true);
@@ -118,13 +118,13 @@ fn any(value: &Value, within: impl Fn(Value) -> Result<Value, Error>) -> Result<
     Ok(false)
 }
 
-/// Looks at a value of which a list is made: of a text, one of its characters.
+/// Examines a value that is made into a list. A text becomes a list of its characters.
 fn parts(value: &Value) -> Result<(), Error> {
     whole(value)?;
     grow(value.as_str().map_or(0, |text| PART * text.len() as u64))
 }
 
-/// Takes the work for what is made of values.
+/// Pays for `bytes` that are about to be made; fails if they are too many.
 fn grow(bytes: u64) -> Result<(), Error> {
     if bytes > BYTES { Err(too_long()) } else { spend(bytes) }
 }
@@ -142,7 +142,7 @@ pub(super) fn install(environment: &mut Environment<'static>) {
     environment.add_function(PARTS, |value: Value| parts(&value).map(|()| value));
     environment.add_function(KEPT, |value: Value| {
         whole(&value)?;
-        // It could hold itself, and would then never be given back.
+        // A namespace that holds itself would never be freed.
         if holds_namespace(&value)? { Err(refuse("it puts a namespace into a namespace")) } else { Ok(value) }
     });
     environment.set_formatter(format);
@@ -158,7 +158,7 @@ pub(super) fn install(environment: &mut Environment<'static>) {
         });
     }
     environment.set_unknown_method_callback(method);
-    // It shows what a template has, in the engine's words.
+    // It shows a template's variables as the engine sees them.
     environment.remove_global("debug");
 }
 
@@ -168,10 +168,10 @@ fn format(output: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> 
     escape_formatter(output, state, value)
 }
 
-/// A method of a text, a list or a map that Python's have.
+/// Calls a method that Python's strings, lists and maps have.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let all: Vec<Value> = match name {
-        // The separator's.
+        // `join` is called on the separator; the check wants the list first.
         "join" => args.iter().take(1).chain([value]).cloned().collect(),
         _ => [value].into_iter().chain(args).cloned().collect(),
     };
@@ -179,7 +179,7 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
 }
 
-/// Refuses what would make far more of its arguments than they are; they themselves are within limits.
+/// Refuses a call whose result would be far longer than its arguments. The arguments themselves are within limits.
 fn check_growth(name: &str, args: &[Value]) -> Result<(), Error> {
     let text = |i: usize| args.get(i).and_then(Value::as_str).unwrap_or_default();
     let grown = match name {
@@ -198,7 +198,7 @@ fn check_growth(name: &str, args: &[Value]) -> Result<(), Error> {
             count as u64 * args.get(1).and_then(Value::as_bytes).map_or(0, <[u8]>::len) as u64
         }
         "format" => {
-            // Widths are written in the text.
+            // The widths are in the format text.
             let (mut number, mut most, mut places) = (0u64, 0, 0u64);
             for byte in text(0).bytes() {
                 number = if byte.is_ascii_digit() { number.saturating_mul(10) + u64::from(byte - b'0') } else { 0 };
@@ -231,12 +231,12 @@ pub(super) fn compiled<T>(
     run(code)
 }
 
-/// Writes a template anew, with calls around the values that are looked at.
+/// Rewrites a template, with calls around the values to examine.
 struct Guard {
     nesting: usize,
 }
 
-/// How a value is looked at.
+/// How a value is examined.
 #[derive(Clone, Copy)]
 enum Look {
     Not,
@@ -322,7 +322,9 @@ impl Guard {
                 use ast::BinOpKind::{Mul, Pow, ScAnd, ScOr};
                 let look = |operand: &Expr<'_>| match (e.op, operand) {
                     (ScAnd | ScOr, _) => Look::Not,
-                    // What is constant is computed on compiling, and must not be large then.
+                    // The compiler computes constant expressions, where no limit holds. `*` and `**` could make large
+                    // values there: the calls around their operands keep them from being computed before the template
+                    // runs.
                     (op, Expr::Const(_)) if !matches!(op, Mul | Pow) => Look::Not,
                     _ => Look::Whole,
                 };
@@ -368,7 +370,7 @@ impl Guard {
     fn call<'a>(&mut self, call: &Spanned<ast::Call<'a>>) -> Result<Spanned<ast::Call<'a>>, Error> {
         let expr = match &call.expr {
             Expr::GetAttr(method) => {
-                // These two are none of the template's values.
+                // `loop` and `self` are the engine's, not values of the template.
                 let own = matches!(&method.expr, Expr::Var(var) if ["loop", "self"].contains(&var.id));
                 let look = if own { Look::Not } else { Look::Whole };
                 let attr = ast::GetAttr { expr: self.look(look, &method.expr)?, name: method.name };
@@ -397,7 +399,7 @@ impl Guard {
         Ok(match stmt {
             Stmt::Template(s) => node!(Template, s, { children: self.stmts(&s.children)? }),
             Stmt::EmitExpr(s) => node!(EmitExpr, s, { expr: self.expr(&s.expr)? }),
-            // So that it is counted as all that is written.
+            // As an expression, raw text goes through `format`, which counts it.
             Stmt::EmitRaw(s) => {
                 let expr =
                     Expr::Const(Spanned::new(ast::Const { value: Value::from_safe_string(s.raw.into()) }, s.span()));
@@ -456,9 +458,9 @@ impl Guard {
     }
 }
 
-/// Filters that take no longer for a larger value.
+/// Filters whose work does not grow with the value.
 const LAZY_FILTERS: &[&str] = &["length", "count", "first", "last", "default", "d", "items"];
-/// Filters of texts, which make no list of one.
+/// Filters that take a text as it is, without making a list of it.
 const TEXT_FILTERS: &[&str] = &[
     "abs",
     "attr",
@@ -483,7 +485,7 @@ const TEXT_FILTERS: &[&str] = &[
     "trim",
     "upper",
 ];
-/// Tests that take no longer for a larger value.
+/// Tests whose work does not grow with the value.
 const LAZY_TESTS: &[&str] = &[
     "boolean",
     "defined",

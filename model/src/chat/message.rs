@@ -17,24 +17,24 @@ pub enum Role {
     Tool,
 }
 
-/// One message of a conversation. Templates find every field that there is under its name.
+/// One message of a conversation. Templates see each field that is present under its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// Who says it.
     pub role: Role,
-    /// What is said; empty where only tools are called.
+    /// The text; empty if the message only calls tools.
     #[serde(default, deserialize_with = "or_empty")]
     pub content: String,
-    /// What the model thought before.
+    /// What the model thought before it said this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
     /// The tools that the model calls, each an object with `function`, which has `name` and `arguments`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<Value>,
-    /// Of a tool's result: which call it is of.
+    /// In a tool's result: the id of the call that it answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
-    /// What who says it is called.
+    /// The name of who says it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }

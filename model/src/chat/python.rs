@@ -1,4 +1,4 @@
-//! The pieces of Python's standard library that chat templates reach: `json.dumps` and `strftime`.
+//! The parts of Python's standard library that chat templates use: `json.dumps` and `strftime`.
 
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -24,10 +24,10 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
     String::from_utf8(out).map_err(|e| failed(e.to_string()))
 }
 
-/// Python's separators: `", "` and `": "`, where serde_json's compact form has no spaces.
+/// JSON on one line with Python's separators, `", "` and `": "`; serde_json's compact form has no spaces.
 struct OneLine;
 
-/// A number as Python's `repr` writes it: the shortest digits that are it, with an exponent below -4 and from 16 on.
+/// A number as Python's `repr` writes it: the fewest digits that identify it, with an exponent below -4 and from 16 on.
 fn repr(number: f64) -> String {
     let shortest = format!("{number:e}");
     let (digits, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
@@ -80,7 +80,8 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
-/// `seconds` since 1970 in UTC; a directive that is not known stays as it is written.
+/// Formats the time that is `seconds` after the beginning of 1970, in UTC. A directive that is not known stays as
+/// written.
 fn strftime(format: &str, seconds: u64) -> String {
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     let (year, month, day) = civil(days);
@@ -128,10 +129,10 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
-/// Python's numbers, and lines as serde_json has them.
+/// JSON on several lines, indented as serde_json does it, with numbers as Python writes them.
 struct Indented<'a>(PrettyFormatter<'a>);
 
-/// Methods that the other formatter has as they are to be.
+/// Forwards methods to the inner formatter.
 macro_rules! as_it_is {
     ($($name:ident($($argument:ident)?);)*) => {
         $(fn $name<W: ?Sized + io::Write>(&mut self, writer: &mut W $(, $argument: bool)?) -> io::Result<()> {

@@ -13,19 +13,19 @@ pub enum Dtype {
     F32,
     /// FP8 with four bits of exponent and three of mantissa, without infinities: codes of a weight format.
     F8E4m3,
-    /// Words of 32 bits: packed codes of a weight format, or numbers of groups.
+    /// Integers of 32 bits: packed codes of a weight format, or indices of groups.
     I32,
-    /// Whole numbers of 64 bits: sizes beside packed codes, and differences of token ids.
+    /// Integers of 64 bits: sizes stored beside packed codes, or differences of token ids.
     I64,
-    /// Truth values of a byte each: which tokens a draft head knows.
+    /// Booleans, one byte each: which tokens a draft head knows.
     Bool,
 }
 
 impl Dtype {
-    /// Every format that a safetensors file may hold.
+    /// Every format that warpdraft reads from a safetensors file.
     const ALL: [Self; 7] = [Self::Bf16, Self::F16, Self::F32, Self::F8E4m3, Self::I32, Self::I64, Self::Bool];
 
-    /// Those in which a weight may stand by itself.
+    /// The formats whose elements are weights by themselves.
     pub(crate) const FLOATS: [Self; 3] = [Self::Bf16, Self::F16, Self::F32];
 
     /// Bytes of one element.

@@ -1,10 +1,10 @@
-//! EAGLE-3 draft heads on disk: the form of the original and of SpecForge (`LlamaForCausalLMEagle3`), and that of
-//! `speculators`.
+//! EAGLE-3 draft heads on disk, in two forms: that of the original and of SpecForge (`LlamaForCausalLMEagle3`), and
+//! that of `speculators`.
 //!
 //! A head is one layer that drafts for a model from the model's own hidden states (Li et al., 2025, "EAGLE-3: Scaling
 //! up Inference Acceleration of Large Language Models via Training-Time Test"; tensors and settings as in
 //! `eagle/model/cnets.py` of github.com/SafeAILab/EAGLE and `models/eagle3` of github.com/vllm-project/speculators).
-//! What it computes: [`CpuEagle`](crate::CpuEagle).
+//! [`CpuEagle`](crate::CpuEagle) computes it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::config::{brief, parse_json};
 use crate::plan::LayerPlan;
 use crate::{Config, Error};
 
-/// Architectures of the original form, by the names that its writers give it.
+/// Names of the original form in `architectures`; different programs write different ones.
 const ARCHITECTURES: [&str; 2] = ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"];
 const SPECULATORS: &str = "speculators_model_type";
 const LAYER_IDS: &str = "eagle_aux_hidden_state_layer_ids";
@@ -27,16 +27,16 @@ const OWN_EMBEDDING: &str = "embed_tokens.weight";
 /// An EAGLE-3 head, checked. Cloning shares the weights.
 #[derive(Debug, Clone)]
 pub struct EagleHead {
-    /// Its layer's sizes and constants; the vocabulary is that of the model that it drafts for.
+    /// Sizes and constants of the head's layer. The vocabulary is that of the model that the head drafts for.
     pub config: Config,
-    /// Tokens that it can draft: rows of its output head.
+    /// Number of tokens that the head can draft: rows of its output head.
     pub draft_vocab_size: usize,
-    /// Whether the residual stream of its layer begins with the normed hidden state, as in many heads of
-    /// `speculators`, and not with the hidden state itself.
+    /// Whether the layer's residual stream begins with the normed hidden state (as in many heads of `speculators`)
+    /// instead of the hidden state itself.
     pub norm_before_residual: bool,
-    /// After how many layers of the model each hidden state is taken; none: the usual ones.
+    /// After how many layers of the model each hidden state is taken; `None` for the original's choice.
     taps: Option<[usize; 3]>,
-    /// The model's token for each of the head's.
+    /// The model's token for each token of the head.
     targets: Arc<[u32]>,
     path: PathBuf,
     store: Arc<Store>,
@@ -46,15 +46,16 @@ pub struct EagleHead {
 /// The weights of a head. Matrices are `[outputs, inputs]`, as PyTorch stores a `Linear`.
 #[derive(Debug, Clone, Copy)]
 pub struct EagleWeights<T> {
-    /// The embedding, `[vocab, hidden]`, if it is not the model's.
+    /// Token embedding, `[vocab, hidden]`; `None` if the head uses the model's.
     pub embed: Option<T>,
-    /// Three hidden states to one, `[hidden, 3 × hidden]`.
+    /// Projection of three hidden states to one, `[hidden, 3 × hidden]`.
     pub fc: T,
     /// RMS norm of the embedding, `[hidden]`.
     pub input_norm: T,
     /// RMS norm of the hidden state, `[hidden]`.
     pub hidden_norm: T,
-    /// Query, key and value projections of both, `[heads × head_dim, 2 × hidden]`: the embedding's columns first.
+    /// Query, key and value projections of the embedding and the hidden state together,
+    /// `[heads × head_dim, 2 × hidden]`. The embedding's columns come first.
     pub qkv: [T; 3],
     /// Output projection, `[hidden, heads × head_dim]`.
     pub o: T,
@@ -71,11 +72,11 @@ pub struct EagleWeights<T> {
 }
 
 impl EagleHead {
-    /// Opens the head in a directory: its `config.json` and `model.safetensors` (or shards), and checks names, shapes,
-    /// the map of tokens, and that every weight is finite.
+    /// Opens the head in a directory: its `config.json` and `model.safetensors` (or shards). Checks names, shapes, the
+    /// token map, and that every weight is finite.
     ///
     /// # Errors
-    /// Any [`Error`] about files and their content; [`Error::NotAHead`].
+    /// Any [`Error`] about files and their content; [`Error::NotAHead`] if the config describes something else.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         const FETCH: &str = "an EAGLE-3 head is a directory with config.json and model.safetensors; fetch the file, or \
                              name another directory";
@@ -96,13 +97,13 @@ impl EagleHead {
         Ok(Self { config, draft_vocab_size, norm_before_residual, taps, targets, path, store, weights })
     }
 
-    /// After how many of a model's layers the residual stream is a hidden state that the head takes, lowest first: 0
-    /// would be the embedding. Also checks that the head is for such a model.
+    /// After how many of the model's layers the head takes the residual stream as a hidden state; 0 would be the
+    /// embedding. In the config's order, which is lowest first. Also checks that the head fits the model.
     ///
-    /// Where its config does not say, these are the original's 2, n / 2 and n − 3 of n layers.
+    /// If the head's config does not say, these are the original's: 2, n / 2 and n − 3 of n layers.
     ///
     /// # Errors
-    /// [`Error::HeadDoesNotFit`].
+    /// [`Error::HeadDoesNotFit`] if sizes differ, or the model has too few layers.
     pub fn taps(&self, model: &Config) -> Result<[usize; 3], Error> {
         let unfit = |what, head: usize, model: usize| {
             Err(Error::HeadDoesNotFit {
@@ -129,17 +130,18 @@ impl EagleHead {
         }
     }
 
-    /// The model's token for each of the head's, `[draft_vocab]`.
+    /// The model's token for each token of the head, `[draft_vocab]`.
     pub fn targets(&self) -> &[u32] {
         &self.targets
     }
 
-    /// Its weights in place.
+    /// The head's weights, in place: nothing is copied.
     pub fn weights(&self) -> EagleWeights<Tensor<'_>> {
         self.weights.map(|id| self.store.tensor(id))
     }
 
-    /// Parameters that a pass reads: all but an embedding, of which it reads a row.
+    /// Parameters of the matrices that a pass reads. The embedding, of which a pass reads one row, and the norms do not
+    /// count.
     pub fn pass_parameters(&self) -> usize {
         let EagleWeights { fc, qkv, o, gate_up, down, head, .. } = self.weights();
         let matrices = qkv.into_iter().chain(gate_up).chain([fc, o, down, head]);
@@ -170,9 +172,9 @@ impl Checkpoint {
     /// The embedding, `[vocab, hidden]`, which is never quantised.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`], not after a successful [`Checkpoint::open`].
+    /// [`Error::MissingTensor`], but not after a successful [`Checkpoint::open`].
     pub(crate) fn embedding(&self) -> Result<Tensor<'_>, Error> {
-        // Of two that are tied, the one that is stored.
+        // Tied weights may be stored under either name.
         let name = if self.store.has(EMBEDDING) { EMBEDDING } else { HEAD };
         self.tensor(name)
     }
@@ -228,8 +230,8 @@ impl Settings {
     }
 }
 
-/// The fields of the layer of a head of `speculators`, which leaves out what a `LlamaConfig` of transformers has by
-/// itself.
+/// The settings of the layer of a `speculators` head. `speculators` leaves out settings that have the default of
+/// transformers' `LlamaConfig`: they are filled in.
 fn layer_of_speculators(fields: &Map<String, Value>, path: &Path) -> Result<Map<String, Value>, Error> {
     let layer = fields.get(LAYER).unwrap_or(&Value::Null);
     let Some(object) = layer.as_object() else {
@@ -249,7 +251,7 @@ fn layer_of_speculators(fields: &Map<String, Value>, path: &Path) -> Result<Map<
     Ok(all)
 }
 
-/// The config of a head's layer: that of a Llama of one layer.
+/// The config of a head's layer, parsed as that of a Llama with one layer.
 fn layer_config(mut layer: Map<String, Value>, path: &Path) -> Result<Config, Error> {
     let known = |name: &str, value: &Value| match name {
         "model_type" => value == "llama",
@@ -270,7 +272,7 @@ fn layer_config(mut layer: Map<String, Value>, path: &Path) -> Result<Config, Er
     Config::parse(Value::Object(layer).to_string().as_bytes(), path)
 }
 
-/// The layers after which hidden states are taken, if the config says.
+/// After how many layers hidden states are taken, if the config says.
 fn taps(fields: &Map<String, Value>, path: &Path) -> Result<Option<[usize; 3]>, Error> {
     let eagle = fields.get("eagle_config").and_then(Value::as_object);
     if let Some(used) = eagle.and_then(|eagle| eagle.get("use_aux_hidden_state")).filter(|used| **used == json!(false))
@@ -282,7 +284,8 @@ fn taps(fields: &Map<String, Value>, path: &Path) -> Result<Option<[usize; 3]>, 
             path,
         ));
     }
-    // SpecForge counts from 0 the layers whose outputs are taken, and speculators the layers that come next.
+    // SpecForge lists the layers whose outputs are taken, counted from 0: one more is the number of layers before the
+    // state. `speculators` lists the layer that comes next, which is that number.
     let listed = [(eagle.and_then(|eagle| eagle.get(LAYER_IDS)), 1), (fields.get(LAYER_IDS), 0)];
     let Some((ids, behind)) = listed.into_iter().find_map(|(ids, behind)| Some((ids?, behind))) else {
         return Ok(None);
@@ -307,7 +310,7 @@ fn unsupported(field: &'static str, value: &Value, mend: &'static str, path: &Pa
 }
 
 impl Store {
-    /// Every weight of a head, its shape checked; there may be no others.
+    /// Every weight of a head, its shape checked. Refuses tensors that a head does not have.
     fn head_weights(&self, settings: &Settings) -> Result<EagleWeights<TensorId>, Error> {
         let c = &settings.config;
         let (LayerPlan { hidden, attention, .. }, inner) = (c.plan, c.plan.activation_size());
@@ -341,7 +344,7 @@ impl Store {
             norm: get("norm.weight".to_owned(), &[hidden])?,
             head: get(HEAD.to_owned(), &[settings.draft_vocab_size, hidden])?,
         };
-        // What a rotary embedding is computed from, which some files hold.
+        // Some files also hold `inv_freq`, from which the rotary embedding is computed.
         let is_known = |name: &str| {
             known.iter().any(|k| k == name) || ["d2t", "t2d"].contains(&name) || name.ends_with("rotary_emb.inv_freq")
         };
@@ -355,7 +358,8 @@ impl Store {
         }
     }
 
-    /// The model's token for each of a head's: `d2t` says how far it lies behind. Without it they are the same.
+    /// The model's token for each token of the head: the head's token plus its entry in `d2t`. Without `d2t` the tokens
+    /// are the same.
     fn targets(&self, settings: &Settings) -> Result<Vec<u32>, Error> {
         let (tokens, vocab) = (settings.draft_vocab_size, settings.config.vocab_size);
         if !self.has("d2t") && tokens == vocab {
@@ -377,7 +381,7 @@ impl Store {
         words.iter().enumerate().map(target).collect()
     }
 
-    /// A list of so many elements.
+    /// The vector `name`, checked to have `len` elements of `dtype`.
     fn list(&self, name: &str, len: usize, dtype: Dtype) -> Result<Tensor<'_>, Error> {
         let id = self.lookup(name)?;
         let tensor = self.tensor(id);

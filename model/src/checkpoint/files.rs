@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::header;
 use crate::Error;
 
-/// A file in memory. Miri cannot map one, so there it is read.
+/// A mapped file. Miri cannot map files: under Miri it is read into memory.
 #[cfg(not(miri))]
 type Map = memmap2::Mmap;
 #[cfg(miri)]
@@ -23,7 +23,7 @@ pub(super) enum Bytes {
     /// Embedded in the program.
     #[cfg_attr(not(feature = "bundled-demo"), allow(dead_code))]
     Static(&'static [u8]),
-    /// The mapping of an empty file, which the system refuses to make; or that of a file elsewhere.
+    /// No bytes: an empty file, which the system refuses to map, or a remote file.
     Empty,
 }
 
@@ -39,8 +39,8 @@ impl std::ops::Deref for Bytes {
 }
 
 impl Bytes {
-    /// Copies the bytes from `at` on to `out`. Of a file they are read, which takes less than half of what it takes to
-    /// map its pages one after another.
+    /// Copies the bytes from `at` on to `out`. A file is read instead of copied from its map, which takes less than
+    /// half of the time that mapping its pages one after another takes.
     pub(super) fn read(&self, at: usize, out: &mut [u8]) -> io::Result<()> {
         match self {
             Bytes::Mapped { file, .. } => file.read_exact_at(out, at as u64),
@@ -60,7 +60,7 @@ pub(crate) struct Header {
     pub(crate) file_length: u64,
 }
 
-/// Files that are elsewhere, of which only what is small is read.
+/// Files that are not on this machine. Only small files, and headers, are read.
 #[cfg_attr(not(feature = "hub"), allow(dead_code))]
 pub(crate) trait RemoteFiles {
     /// The path that messages give for a file.
@@ -117,8 +117,8 @@ impl Files<'_> {
         self.read(name)?.ok_or_else(|| Error::MissingFile { path: self.path(name), mend })
     }
 
-    /// Maps a safetensors file into memory and reads its header, or gives `None` if there is none of that name. Of a
-    /// remote file there are no bytes.
+    /// Maps a safetensors file into memory and reads its header, or gives `None` if there is no file of that name. Of a
+    /// remote file only the header is read: its bytes are `Bytes::Empty`.
     pub(super) fn shard(&self, name: &str) -> Result<Option<(Bytes, Vec<header::Entry>)>, Error> {
         let bytes = match self {
             Files::Dir(dir) => map(&dir.join(name))?,
@@ -164,8 +164,8 @@ fn read_all(mut file: &File) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Opens a regular file, or gives `None` if there is nothing at `path`. To open a FIFO would wait for its writer, and a
-/// device may have no end; so what is there is looked at before, and again once it is open.
+/// Opens a regular file, or gives `None` if there is nothing at `path`. Opening a FIFO would wait for a writer, and a
+/// device may have no end. So the kind of the file is checked before it is opened, and again once it is open.
 fn open_regular(path: &Path) -> Result<Option<File>, Error> {
     let opened = || -> io::Result<Option<File>> {
         let metadata = std::fs::metadata(path)?;

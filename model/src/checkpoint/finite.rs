@@ -1,4 +1,4 @@
-//! The search for NaN and infinity in the weights, and for what becomes infinite in bf16.
+//! The search for weights that are NaN or infinite, or become infinite in bf16.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,16 +12,16 @@ use crate::format::e4m3;
 
 /// Bytes that one task scans; a multiple of every element size.
 const TASK: usize = 1 << 20;
-/// Bytes that are read at a time to be rounded, little enough for a core's own cache.
+/// Bytes that are read at a time to be rounded: few enough for a core's own cache.
 const READ: usize = 256 << 10;
-/// The smallest f32 without its sign that rounds to infinity in bf16, as bits: half a step above the largest bf16.
+/// The bits, without the sign, of the smallest f32 that rounds to infinity in bf16: half a step above the largest bf16.
 const ROUNDS_TO_INFINITY: u32 = 0x7f7f_8000;
 
 impl Checkpoint {
-    /// Reads every weight once, on all threads, and fails on the first in file order that is NaN or infinite, or would
-    /// be in bf16.
+    /// Reads every weight once, on all threads. Fails on the first weight, in file order, that is NaN or infinite, or
+    /// would be infinite in bf16.
     ///
-    /// `progress` hears the number of bytes scanned so far, from any thread and in no particular order.
+    /// `progress` is called with the number of bytes scanned so far, from any thread and in no particular order.
     ///
     /// # Errors
     /// [`Error::NotFinite`] or [`Error::TooLargeForBf16`].
@@ -29,15 +29,16 @@ impl Checkpoint {
         self.store.check_finite(progress)
     }
 
-    /// Reads elements of a tensor of floats of this checkpoint, from element `first` on, as bf16: `out` is filled with
-    /// them, little-endian. What is stored as f16 or f32 is rounded. Each is checked as by
-    /// [`check_finite`](Self::check_finite), so a loader need not do so before.
+    /// Reads elements of a tensor of floats of this checkpoint as bf16, from element `first` on. Fills `out` with them,
+    /// little-endian. Elements stored as f16 or f32 are rounded. Each element is checked as by
+    /// [`check_finite`](Self::check_finite), so a loader need not call that first.
     ///
     /// # Errors
-    /// [`Error::NotFinite`], [`Error::TooLargeForBf16`], or a file that cannot be read, or is shorter than it was.
+    /// [`Error::NotFinite`], [`Error::TooLargeForBf16`], or `Error::Io` if the file cannot be read or has become
+    /// shorter.
     ///
     /// # Panics
-    /// If there are not so many elements, or they are no floats: a bug of the caller.
+    /// If the tensor has fewer elements, or does not hold floats: a bug of the caller.
     pub fn read_bf16(&self, tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Result<(), Error> {
         let (size, count) = (tensor.dtype.size(), out.len() / 2);
         assert!((first + count) * size <= tensor.data.len(), "{count} elements of {} from {first} on", tensor.name);
@@ -56,7 +57,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Checks the stored elements of `bytes`, which begin with element `first` of a tensor.
+    /// Checks `bytes`, the stored elements of a tensor from element `first` on.
     fn check_elements(&self, tensor: &Tensor<'_>, first: usize, bytes: &[u8]) -> Result<(), Error> {
         let Some(at) = first_not_finite(tensor.dtype, bytes) else { return Ok(()) };
         let value = Tensor { data: bytes, ..*tensor }.get(at).unwrap_or(f32::NAN);
@@ -73,7 +74,7 @@ impl Store {
         })
     }
 
-    /// As [`check_finite`](Self::check_finite), for one of its tensors. `progress` hears the number of bytes of each
+    /// As [`check_finite`](Self::check_finite), for one tensor. `progress` is called with the number of bytes of each
     /// step.
     fn check_tensor_finite(&self, tensor: &Tensor<'_>, progress: &(dyn Fn(u64) + Sync)) -> Result<(), Error> {
         if matches!(tensor.dtype, Dtype::I32 | Dtype::I64 | Dtype::Bool) {
@@ -100,7 +101,7 @@ impl Store {
     }
 }
 
-/// Rounds stored elements to the nearest bf16. Others than floats are codes, which mean nothing by themselves.
+/// Rounds stored floats to the nearest bf16. Other number formats hold codes, which mean nothing by themselves.
 fn round(dtype: Dtype, stored: &[u8], out: &mut [u8]) {
     let (out, _) = out.as_chunks_mut();
     match dtype {
@@ -125,14 +126,14 @@ impl Tensor<'_> {
     /// Its elements, rounded to the nearest bf16.
     ///
     /// # Panics
-    /// If they are no floats: a bug of the caller.
+    /// If the tensor does not hold floats: a bug of the caller.
     pub fn to_bf16(&self) -> Vec<bf16> {
         let mut bytes = vec![0; self.data.len() / self.dtype.size() * 2];
         round(self.dtype, self.data, &mut bytes);
         bytes.as_chunks().0.iter().map(|word| bf16::from_le_bytes(*word)).collect()
     }
 
-    /// Element `index` in row-major order, widened (an integer to the nearest f32); `None` beyond the end.
+    /// Element `index` in row-major order as f32 (an integer is rounded to the nearest); `None` beyond the end.
     pub fn get(&self, index: usize) -> Option<f32> {
         let size = self.dtype.size();
         let bytes = self.data.get(index.checked_mul(size)?..)?.get(..size)?;
@@ -149,8 +150,10 @@ impl Tensor<'_> {
     }
 }
 
-/// A number is finite unless its exponent bits are all ones, and an f32 remains so in bf16 below a bound; these tests
-/// need no conversion and vectorise.
+/// The index of the first element that is NaN or infinite, or, of f32, would be infinite in bf16.
+///
+/// A bf16 or f16 is finite unless its exponent bits are all ones. An f32 stays finite in bf16 if it is below a bound.
+/// These tests need no conversion, and vectorise.
 fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
     match dtype {
         Dtype::Bf16 => first_with_exponent_16(bytes, 0x7f80),

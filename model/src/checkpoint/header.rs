@@ -6,8 +6,8 @@
 //! bytes 8+n..       data; offsets count from here, and tensors cover it without hole or overlap
 //! ```
 //!
-//! The crate `safetensors` reads and judges it. What it refuses is read once more here, to say which tensor is at fault
-//! and why: its errors do not, and a person with a broken download needs to know.
+//! The crate `safetensors` reads and checks it. A header that the crate refuses is read once more here, to say which
+//! tensor is at fault and why: the crate's errors do not say so, and a person with a broken download needs to know.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use serde::Deserialize;
 use super::Dtype;
 use crate::Error;
 
-/// The crate `safetensors` refuses larger headers too.
+/// Bytes of the largest header that is read; the crate `safetensors` has the same limit.
 pub(crate) const LARGEST_HEADER: u64 = 100_000_000;
 
 /// One tensor of a shard.
@@ -54,7 +54,7 @@ pub(super) fn read(file: &[u8], file_length: u64, path: &Path) -> Result<Vec<Ent
         Some(read) => read,
         None => {
             explain(file, file_length, path)?;
-            // A rule of the library's that is not told apart here.
+            // The crate has a rule that `explain` does not know.
             let reason = "the tensors in it do not add up".to_owned();
             return Err(Error::Header { path: path.to_owned(), reason });
         }
@@ -73,7 +73,7 @@ pub(super) fn read(file: &[u8], file_length: u64, path: &Path) -> Result<Vec<Ent
     Ok(entries)
 }
 
-/// What the library makes of a header, and the header's length; none if it is not in order.
+/// The header's length, and what the crate reads from it; `None` if the header is not valid.
 fn metadata(file: &[u8], file_length: u64) -> Option<(usize, Metadata)> {
     let (length, rest) = file.split_first_chunk::<8>()?;
     let length = u64::from_le_bytes(*length);
@@ -86,7 +86,7 @@ fn metadata(file: &[u8], file_length: u64) -> Option<(usize, Metadata)> {
     (data.checked_add(8 + length) == Some(file_length)).then_some((length as usize, metadata))
 }
 
-/// Finds what is wrong with the header that `file` begins with; `Ok` if nothing is that this knows of.
+/// Finds what is wrong with the header that `file` begins with. `Ok` if it finds nothing.
 fn explain(file: &[u8], file_length: u64, path: &Path) -> Result<(), Error> {
     let broken = |reason: String| Error::Header { path: path.to_owned(), reason };
     let Some((length, rest)) = file.split_first_chunk::<8>() else {

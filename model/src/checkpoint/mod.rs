@@ -1,4 +1,4 @@
-//! A model on disk, or in the program: config, tokenizer, chat template, and weights that are mapped rather than read.
+//! A model on disk or in the program: config, tokenizer, chat template and weights. Weights are mapped, not read.
 
 mod dtype;
 mod eagle;
@@ -38,7 +38,7 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
-/// The linear layer whose weight that is.
+/// The linear layer that has `HEAD` as its weight.
 const HEAD_LAYER: &str = "lm_head";
 /// The files beside the weights that say what the model does.
 const TEXTS: [&str; 5] =
@@ -55,22 +55,22 @@ pub struct Checkpoint {
     pub tokenizer: Tokenizer,
     /// How a conversation becomes a prompt, if the checkpoint says.
     pub chat_template: Option<ChatTemplate>,
-    /// What its files contradict each other in, and what was made of it: sentences for the user.
+    /// Contradictions between its files, and how each was resolved: sentences for the user.
     pub warnings: Vec<String>,
-    /// What matrices of the layers are made of while they are read.
+    /// What the matrices of the layers become while they are read.
     pub mode: WeightsMode,
-    /// Of the files beside the weights.
+    /// Digest of the files beside the weights.
     text_digest: u64,
     store: Arc<Store>,
 }
 
-/// What [`Checkpoint::open_with`] checks, and how weights are read.
+/// What [`Checkpoint::open_with`] checks, and how it reads weights.
 #[derive(Debug, Clone, Copy)]
 pub struct OpenOptions {
     /// Whether every weight is read once to find NaN and infinity. On by default: it costs one pass over the file at
     /// the disk's speed, which loading pays anyway.
     pub check_finite: bool,
-    /// What matrices of the layers are to be.
+    /// What the matrices of the layers become while they are read.
     pub weights: WeightsMode,
 }
 
@@ -132,7 +132,7 @@ impl Checkpoint {
         Self::open_with(dir, OpenOptions::default())
     }
 
-    /// As [`open`](Self::open), with a say in what is checked.
+    /// As [`open`](Self::open), with options.
     ///
     /// # Errors
     /// Any [`Error`] about files and their content.
@@ -143,12 +143,13 @@ impl Checkpoint {
     /// The demo model: part of the program, or the source folder `model/demo` if built without `bundled-demo`.
     ///
     /// # Errors
-    /// None in a released program; any [`Error`] about files while the demo's own files are being worked on.
+    /// None in a released program. Any [`Error`] about files and their content while the demo's own files are being
+    /// worked on.
     pub fn demo() -> Result<Self, Error> {
         Self::demo_with(OpenOptions::default())
     }
 
-    /// As [`demo`](Self::demo), with a say in how weights are read.
+    /// As [`demo`](Self::demo), with options.
     ///
     /// # Errors
     /// As [`demo`](Self::demo).
@@ -187,7 +188,7 @@ impl Checkpoint {
             eos_path = config_path;
         }
         if generation.eos_token_ids.is_empty() {
-            // An id of the tokenizer's own is in range already.
+            // The tokenizer's own ids are in range: `check_fits` made sure.
             generation.eos_token_ids = eos_token.and_then(|token| tokenizer.token_to_id(&token)).into_iter().collect();
         }
         if let Some(id) = generation.eos_token_ids.iter().find(|id| **id as usize >= config.vocab_size) {
@@ -203,7 +204,7 @@ impl Checkpoint {
         let mut text_digest = Xxh3::new();
         for name in TEXTS {
             let text = files.read(name)?;
-            // How long each is says where it ends.
+            // The length says where each text ends; `u64::MAX` stands for a file that is not there.
             text_digest.update(&text.as_ref().map_or(u64::MAX, |text| text.len() as u64).to_le_bytes());
             text_digest.update(text.as_deref().unwrap_or_default());
         }
@@ -262,9 +263,9 @@ impl Checkpoint {
         self.store.tensors()
     }
 
-    /// A digest (XXH3) by which models are told apart, wherever they lie: of how weights are rounded while loading, of
-    /// all files beside the weights, and of each tensor its name, number format, shape, and some of its bytes from all
-    /// over it. So it takes little time, and a few weights that were changed by hand may escape it.
+    /// A digest (XXH3) that tells models apart, wherever they are stored. It covers how weights are rounded while
+    /// loading, all files beside the weights, and the name, number format, shape and a sample of the bytes of each
+    /// tensor. So it takes little time, but may miss a few weights that were changed by hand.
     pub fn digest(&self) -> u64 {
         const PIECES: usize = 8;
         const PIECE_BYTES: usize = 64;
@@ -273,7 +274,7 @@ impl Checkpoint {
         let mut digest = Xxh3::new();
         digest.update(&self.text_digest.to_le_bytes());
         if self.mode.rounding().is_some() {
-            // Other weights than the same files have as they are stored.
+            // Rounding makes other weights of the same files.
             digest.update(self.mode.to_string().as_bytes());
         }
         for Tensor { name, dtype, shape, data } in tensors {
@@ -292,12 +293,12 @@ impl Checkpoint {
         self.store.tensors.iter().map(|t| t.bytes.len() as u64).sum()
     }
 
-    /// Bytes of the weights as the CPU multiplies with them: as they are stored, or bf16 where they are quantised.
+    /// Bytes of the weights in the form that the CPU multiplies with: as stored, or bf16 if they are quantised.
     pub fn cpu_bytes(&self) -> u64 {
         if self.config.quantization.is_none() && self.mode.rounding().is_none() {
             return self.stored_bytes();
         }
-        // What is not quantised is small beside the rest, or bf16 as well.
+        // Weights that are not quantised are few beside the rest, or bf16 as well.
         self.config.weight_bytes(2) as u64
     }
 
@@ -307,7 +308,7 @@ impl Checkpoint {
         Some(&self.store.shards[self.store.tensors[id.0].shard].path)
     }
 
-    /// Copies the stored bytes of a tensor from `at` on to `out`.
+    /// Copies the stored bytes of a tensor, from byte `at` on, to `out`.
     pub(crate) fn read_stored(&self, name: &str, at: usize, out: &mut [u8]) -> Result<(), Error> {
         let stored = &self.store.tensors[self.store.lookup(name)?.0];
         let shard = &self.store.shards[stored.shard];
@@ -320,7 +321,7 @@ impl Checkpoint {
     }
 }
 
-/// Refuses to quantise what is quantised already.
+/// Refuses to quantise weights that are quantised already.
 fn check_mode(config: &Config, asked: WeightsMode, path: &Path) -> Result<(), Error> {
     match &config.quantization {
         Some(quantization) if asked.rounding().is_some() => {
@@ -390,7 +391,7 @@ impl Store {
         self.by_name.get(name).copied().ok_or_else(missing)
     }
 
-    /// Maps one shard or many and reads their headers.
+    /// Maps the only file or all shards, and reads their headers.
     fn open(files: &Files<'_>, warnings: &mut Vec<String>) -> Result<Self, Error> {
         let index_path = files.path(INDEX);
         // transformers looks for the single file first.
@@ -437,7 +438,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Whether there are a head and an embedding, and they are not the same.
+    /// Whether the files hold both a head and an embedding, and the two differ.
     fn head_differs(&self) -> bool {
         let tensor = |name| {
             let stored = &self.tensors[self.by_name.get(name)?.0];

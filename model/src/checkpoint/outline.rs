@@ -1,24 +1,24 @@
-//! What a model is, without its weights: the config, and which tensors there are.
+//! A model without its weights: the config, and which tensors there are.
 
 use super::files::{Files, RemoteFiles};
 use super::{Checkpoint, Dtype, Store, check_mode};
 use crate::format::{Code, WeightId, WeightsMode};
 use crate::{Config, Error};
 
-/// A model as far as `config.json` and the headers of its weights tell.
+/// What `config.json` and the headers of the weights tell about a model.
 #[derive(Debug, Clone)]
 pub struct Outline {
     /// Sizes and constants.
     pub config: Config,
     /// All tensors, shard by shard in file order.
     pub tensors: Vec<OutlineTensor>,
-    /// Every kind of weight, in the order of the pass.
+    /// Every kind of weight, in the order of the forward pass.
     pub matrices: Vec<MatrixOutline>,
     /// As [`Checkpoint::warnings`].
     pub warnings: Vec<String>,
 }
 
-/// A tensor by its header.
+/// A tensor, as its header describes it.
 #[derive(Debug, Clone)]
 pub struct OutlineTensor {
     /// Name in the checkpoint.
@@ -33,29 +33,29 @@ pub struct OutlineTensor {
     pub file: String,
 }
 
-/// The weights of a kind, over all layers.
+/// All weights of one kind, over all layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MatrixOutline {
     /// What they are, as a name for JSON and for people: `qkv`, `output`, `gate_up`, `down`, `embedding`, `head`, or
     /// `norms and biases`.
     pub kind: &'static str,
-    /// What people call their format, or formats.
+    /// Their format, as people call it; several formats are joined by `; `.
     pub format: String,
-    /// How many weights.
+    /// Number of weights (parameters).
     pub weights: u64,
     /// Bytes of their tensors in the files.
     pub stored_bytes: u64,
-    /// Bytes of them in their format, with scales and zeros: more or fewer than are stored where loading rounds.
+    /// Bytes of them in their format, with scales and zeros. Differs from `stored_bytes` where loading rounds.
     pub format_bytes: u64,
     /// Whether they are quantised, in the files or while loading.
     pub quantized: bool,
-    /// What the codes of all of them are, and how many outputs and inputs share a scale at least; none where they
-    /// differ, or some have none.
+    /// The codes that all of them have, and the fewest outputs and inputs that share a scale. `None` if they have
+    /// different codes, or some are not quantised.
     pub codes: Option<(Code, [usize; 2])>,
 }
 
 impl Outline {
-    /// Reads the outline of files that are elsewhere, with every check that needs no weight, for loading in `mode`.
+    /// Reads the outline of remote files, for loading in `mode`. Makes every check that needs no weights.
     #[cfg_attr(not(feature = "hub"), allow(dead_code))]
     pub(crate) fn read(files: &dyn RemoteFiles, mode: WeightsMode) -> Result<Self, Error> {
         let files = Files::Remote(files);
@@ -70,7 +70,7 @@ impl Outline {
 }
 
 impl Checkpoint {
-    /// What of this model its config and headers tell.
+    /// What the config and the headers of this model tell.
     ///
     /// # Errors
     /// As [`weights`](Self::weights).

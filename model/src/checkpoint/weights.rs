@@ -9,7 +9,7 @@ use crate::{Config, Dtype, Error};
 
 /// Every weight of the model. Matrices are `[outputs, inputs]`, row-major, as PyTorch stores a `Linear`.
 ///
-/// `T` is [`Weight`] for readers, and a handle where something owns the checkpoint and looks weights up later.
+/// `T` is [`Weight`] for readers. An owner of the checkpoint that looks weights up later uses a handle.
 #[derive(Debug, Clone)]
 pub struct Weights<T> {
     /// Token embedding, `[vocab, hidden]`.
@@ -35,9 +35,9 @@ pub struct LayerWeights<T> {
     pub v: T,
     /// Output projection, `[hidden, heads × head_dim]`.
     pub o: T,
-    /// Biases of the query, key and value projections, each as long as its outputs; none where the plan has none.
+    /// Biases of the query, key and value projections, each as long as its outputs; `None` if the plan has none.
     pub qkv_bias: Option<[T; 3]>,
-    /// RMS norms of each query head and each key head, both `[head_dim]`; none where the plan has none.
+    /// RMS norms of each query head and each key head, both `[head_dim]`; `None` if the plan has none.
     pub head_norms: Option<[T; 2]>,
     /// RMS norm before the MLP, `[hidden]`.
     pub post_attention_norm: T,
@@ -50,7 +50,8 @@ pub struct LayerWeights<T> {
 }
 
 impl<T> LayerWeights<T> {
-    /// What a matrix of the plan is made of, in the order of its output features; the head is not the layer's.
+    /// The weights that a matrix of the plan consists of, in the order of its output features. None for the head, which
+    /// belongs to no layer.
     pub fn parts(&self, matrix: Matrix) -> Vec<&T> {
         match matrix {
             Matrix::Qkv => vec![&self.q, &self.k, &self.v],
@@ -66,26 +67,26 @@ impl Checkpoint {
     /// Every weight by its role, in place (nothing is copied), with shapes checked against the config.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`]; not after a successful
+    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`], but not after a successful
     /// [`Checkpoint::open`], which checks them.
     pub fn weights(&self) -> Result<Weights<Weight<'_>>, Error> {
         Ok(self.weight_ids()?.map(&mut |id| Weight::new(self, &id)))
     }
 
-    /// As [`weights`](Self::weights), as handles that borrow nothing.
+    /// As [`weights`](Self::weights), but returns handles, which borrow nothing.
     pub(crate) fn weight_ids(&self) -> Result<Weights<WeightId>, Error> {
         self.store.weight_ids(&self.config, self.mode)
     }
 }
 
 impl Store {
-    /// Every weight that `c` calls for, its shape checked, with matrices of the layers as `mode` has them.
+    /// Every weight that `c` calls for, its shape checked. The matrices of the layers are as `mode` makes them.
     pub(super) fn weight_ids(&self, c: &Config, mode: WeightsMode) -> Result<Weights<WeightId>, Error> {
         self.check_unexpected(c)?;
         let (LayerPlan { hidden, attention, .. }, inner) = (c.plan, c.plan.activation_size());
         let [q, kv, _] = attention.projections();
         let tied = c.tie_word_embeddings;
-        // Of two that are tied, the one that is stored.
+        // Tied weights may be stored under either name.
         let embedding = if tied && !self.has(EMBEDDING) && self.has(HEAD) { HEAD } else { EMBEDDING };
         let embed = WeightId::Plain(self.tensor_id(embedding, &[c.vocab_size, hidden])?);
         let layers = (0..c.num_hidden_layers)
@@ -121,14 +122,14 @@ impl Store {
         let norm = WeightId::Plain(self.tensor_id("model.norm.weight", &[hidden])?);
         let head = match tied {
             true => embed.clone(),
-            // Some checkpoints quantise it; this program never does.
+            // A checkpoint may quantise the head; rounding while loading never does.
             false => self.matrix(c, WeightsMode::Plain, HEAD_LAYER, [c.vocab_size, hidden])?,
         };
         Ok(Weights { embed, layers, norm, head })
     }
 
-    /// The matrix of a linear layer. Whether it is quantised, the file says: weights by themselves stay so, whatever
-    /// the config names.
+    /// The matrix of a linear layer. The file decides whether the checkpoint has it quantised: a weight stored as
+    /// floats is not, whatever the config names.
     fn matrix(&self, c: &Config, mode: WeightsMode, layer: &str, shape: [usize; 2]) -> Result<WeightId, Error> {
         let name = format!("{layer}.weight");
         let plain = self.by_name.get(&name).is_some_and(|id| self.tensors[id.0].dtype.is_float());
@@ -137,7 +138,7 @@ impl Store {
             for format in quantization.formats() {
                 match self.quantized(layer, shape, format.clone()) {
                     Ok(id) => return Ok(id),
-                    // Of several formats, the first says what is wrong.
+                    // If no format fits, the first one's error is reported.
                     Err(error) => first = first.or(Some(error)),
                 }
             }
@@ -151,7 +152,8 @@ impl Store {
         }
     }
 
-    /// The matrix of a linear layer in a format: its tensors are there, with the shapes that it asks for.
+    /// The matrix of a linear layer in `format`. Checks that the format's tensors are there, with its number formats
+    /// and shapes.
     fn quantized(&self, layer: &str, shape: [usize; 2], format: Arc<dyn CheckpointFormat>) -> Result<WeightId, Error> {
         let part = |part: Part| {
             let name = format!("{layer}.{}", part.suffix);
@@ -174,8 +176,8 @@ impl Store {
         Ok(WeightId::Quantized(Arc::new(QuantizedId { name: format!("{layer}.weight"), shape, format, parts })))
     }
 
-    /// Whether a tensor is a bias of zeros that the exporter of a quantised checkpoint put there. A file that is
-    /// elsewhere is taken at its word.
+    /// Whether a tensor is a bias of zeros that the exporter of a quantised checkpoint added. A remote file's bytes are
+    /// not at hand: there, such a bias counts as zeros.
     fn is_zero_bias(&self, c: &Config, id: TensorId) -> bool {
         let stored = &self.tensors[id.0];
         let adds = |quantization: &Quantization| quantization.formats().iter().any(|format| format.adds_zero_biases());
@@ -194,7 +196,7 @@ impl Store {
 }
 
 impl Store {
-    /// Refuses norms and biases of layers that the plan does not have: without them it would be another model.
+    /// Refuses norms and biases of layers that the plan does not have. To ignore them would compute another model.
     fn check_unexpected(&self, c: &Config) -> Result<(), Error> {
         const QKV_BIASES: [&str; 3] = ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"];
         const BIASES: [&str; 4] =

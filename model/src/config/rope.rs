@@ -1,9 +1,9 @@
 //! What `config.json` says about the rotary position embedding, read as transformers 5 reads it.
 //!
 //! There are three places: `rope_parameters` (transformers 5), `rope_scaling` (transformers 4), and fields of the
-//! config itself. `rope_scaling` goes before `rope_parameters`, and what either says goes before the config's own
-//! fields. Where transformers drops something with a warning, or computes from one of two values that differ, the
-//! config is refused: nothing runs that is not understood.
+//! config itself. `rope_scaling` takes precedence over `rope_parameters`, and both over the config's own fields. Where
+//! transformers ignores a setting with a warning, or uses one of two values that differ, the config is refused: no
+//! model runs with a setting that is not understood.
 
 use std::path::Path;
 
@@ -19,35 +19,36 @@ pub(super) struct Rope {
     pub(super) scaling: Option<Scaling>,
 }
 
-/// Most positions that scaling may lead to.
+/// Most positions that scaling may extend a model to.
 const MOST_POSITIONS: f64 = (1 << 24) as f64;
 /// The base of a config that names none, as in transformers.
 const DEFAULT_THETA: f64 = 10_000.0;
 const SCALING: &str = "rope_scaling";
 const PARAMETERS: &str = "rope_parameters";
 const ORIGINAL: &str = "original_max_position_embeddings";
-/// What every kind of rotation may say.
+/// Settings that every type of rotation may have.
 const COMMON: [&str; 4] = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
-/// What YaRN may say besides.
+/// Further settings of YaRN.
 const YARN: [&str; 8] =
     ["factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"];
 
-/// What Llama 3.1's may say besides; all of it must be there.
+/// Further settings of Llama 3.1's scaling. All are required, but the original positions may stand elsewhere.
 const LLAMA3: [&str; 4] = ["factor", ORIGINAL, "low_freq_factor", "high_freq_factor"];
 
-/// Reads the rotation of `config`, the fields of a `config.json`, whose models were made for `positions` tokens.
+/// Reads the rotation of `config`, the fields of a `config.json`. `positions` is the length that the model was made
+/// for, in tokens.
 pub(super) fn read(config: &Map<String, Value>, positions: usize, path: &Path) -> Result<Rope, Error> {
     let fields = Fields { config, positions, path };
     fields.check_partial("partial_rotary_factor", config)?;
-    // transformers takes an empty object for none.
+    // transformers treats an empty object as absent.
     let given = |name| config.get(name).filter(|value| !value.is_null() && *value != &Value::Object(Map::new()));
     let scaling = given(SCALING).map(|value| fields.section(SCALING, value)).transpose()?;
     let parameters = given(PARAMETERS).map(|value| fields.section(PARAMETERS, value)).transpose()?;
     match (scaling, parameters) {
         (None, None) => Ok(Rope { theta: fields.theta()?.unwrap_or(DEFAULT_THETA), scaling: None }),
         (Some(rope), None) | (None, Some(rope)) => Ok(rope),
-        // Where the two agree, or `rope_scaling` adds to the plain rotation of `rope_parameters`, it is plain what is
-        // meant.
+        // The meaning is plain if both say the same, or if `rope_scaling` adds a scaling to an unscaled rotation in
+        // `rope_parameters`.
         (Some(scaling), Some(parameters)) => {
             if scaling == parameters || (scaling.theta == parameters.theta && parameters.scaling.is_none()) {
                 return Ok(scaling);
@@ -60,7 +61,7 @@ pub(super) fn read(config: &Map<String, Value>, positions: usize, path: &Path) -
     }
 }
 
-/// The config's fields, and what its errors need.
+/// The config's fields, and what error messages need.
 struct Fields<'a> {
     config: &'a Map<String, Value>,
     positions: usize,
@@ -81,7 +82,7 @@ impl Fields<'_> {
         }
     }
 
-    /// What the object under `field` says.
+    /// Reads the object under `field`.
     fn section(&self, field: &'static str, value: &Value) -> Result<Rope, Error> {
         let Some(object) = value.as_object() else {
             return Err(self.invalid(field, value, "it must be an object"));
@@ -140,7 +141,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Only whole heads are turned.
+    /// Refuses to rotate a part of each head: only whole heads are rotated.
     fn check_partial(&self, field: &'static str, object: &Map<String, Value>) -> Result<(), Error> {
         match object.get("partial_rotary_factor").filter(|part| !part.is_null()) {
             Some(part) if part.as_f64() != Some(1.0) => {
@@ -153,7 +154,7 @@ impl Fields<'_> {
     fn yarn(&self, field: &'static str, scaling: &Value) -> Result<Yarn, Error> {
         let number = |name: &str| self.positive(scaling.get(name), field, scaling);
         let original = self.original(field, scaling)?;
-        // Without the key, transformers stops; null is what the positions make of it.
+        // transformers fails without the key. If the key is null, it derives the factor from the positions.
         let factor = match (number("factor")?, scaling.get("factor")) {
             (Some(factor), _) => factor,
             (None, Some(_)) => self.positions as f64 / original,
@@ -206,7 +207,8 @@ impl Fields<'_> {
         Ok(Llama3 { factor, original_positions, low_freq_factor: low, high_freq_factor: high })
     }
 
-    /// Tokens of the longest text of training: in the scaling or in the config itself, else the model's positions.
+    /// Length of the longest text in training, in tokens. From the scaling or the config itself, else the model's
+    /// positions.
     fn original(&self, field: &'static str, scaling: &Value) -> Result<f64, Error> {
         let inner = self.positive(scaling.get(ORIGINAL), field, scaling)?;
         let outer_value = self.config.get(ORIGINAL);
@@ -228,7 +230,7 @@ impl Fields<'_> {
         Err(self.invalid(field, scaling, "its `original_max_position_embeddings` must be a whole number"))
     }
 
-    /// A number of `object` (the value of `field`) that is above 0, if it is there.
+    /// `number`, a member of `object` (the value of `field`), if it is there. It must be above 0.
     fn positive(&self, number: Option<&Value>, field: &'static str, object: &Value) -> Result<Option<f64>, Error> {
         match number.filter(|value| !value.is_null()) {
             None => Ok(None),

@@ -7,13 +7,13 @@ use super::cache::LayerPages;
 use super::dot::{self, Simd};
 use crate::plan::Attention;
 
-/// Multiply-adds below which threads cost more than they bring.
+/// Multiply-adds below which threads cost more than they save.
 const SERIAL: usize = 1 << 16;
 
 /// `softmax(q k^T / sqrt(head_dim)) v` for each row and head.
 ///
-/// `q` and `out` are `[rows, heads × head_dim]`. A row sees the keys of its sequence up to its own position, which are
-/// in the cache already. One row and head are one task, and go over the keys in order.
+/// A row attends to the keys of its sequence up to its own position, which are in the cache already. Each pair of a row
+/// and a head is one task, which goes over the keys in order.
 pub(super) fn attention(
     simd: Simd,
     plan: &Attention,
@@ -54,7 +54,7 @@ pub(super) fn attention(
     }
 }
 
-/// Softmax in place; the sum goes from first to last.
+/// Softmax in place. The sum is taken from first to last.
 fn softmax(scores: &mut [f32]) {
     let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mut sum = 0.0;

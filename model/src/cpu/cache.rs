@@ -1,11 +1,11 @@
-//! Keys and values: in pages that sequences share, or of one sequence alone.
+//! Keys and values: of many sequences in pages (`KvPages`), or of one sequence alone (`KvCache`).
 
 use crate::Config;
 
 /// Keys and values of many sequences, in f32, for every layer, in pages of equal size.
 ///
-/// Which pages are whose is the caller's business: a [`Row`](super::Row) names its sequence's. Memory is taken by the
-/// system only as tokens come.
+/// The caller decides which pages belong to which sequence: a [`Row`](super::Row) names the pages of its sequence. The
+/// system provides memory only as tokens are written.
 #[derive(Debug, Clone)]
 pub struct KvPages {
     layers: Vec<LayerPages>,
@@ -13,7 +13,8 @@ pub struct KvPages {
     page_tokens: usize,
 }
 
-/// Keys and values of one layer, each `[pages, kv_heads, page_tokens, head_dim]`, so that one head's keys lie in a row.
+/// Keys and values of one layer, each `[pages, kv_heads, page_tokens, head_dim]`, so that one head's keys are
+/// contiguous.
 #[derive(Debug, Clone)]
 pub(super) struct LayerPages {
     keys: Vec<f32>,
@@ -64,10 +65,11 @@ impl KvPages {
         }
     }
 
-    /// Copies page `from` of `other`, made for the same config and page size, over page `to` of these.
+    /// Copies page `from` of `other` over page `to` of these pages. `other` must be made for the same config and page
+    /// size.
     ///
     /// # Panics
-    /// If there is no such page, or sizes differ.
+    /// If there is no such page.
     pub fn copy_page_from(&mut self, other: &KvPages, from: usize, to: usize) {
         for (layer, other) in self.layers.iter_mut().zip(&other.layers) {
             let size = layer.page_size();
@@ -76,7 +78,7 @@ impl KvPages {
         }
     }
 
-    /// Writes the key and value of `position` of a sequence with these pages; both are `[kv_heads, head_dim]`.
+    /// Writes the key and value of `position` of the sequence whose pages are `table`; both are `[kv_heads, head_dim]`.
     pub(super) fn write(&mut self, layer: usize, table: &[u32], position: usize, key: &[f32], value: &[f32]) {
         let layer = &mut self.layers[layer];
         let (page, token) = (table[position / layer.page_tokens] as usize, position % layer.page_tokens);
@@ -102,7 +104,7 @@ impl LayerPages {
         (page * self.kv_heads + head) * self.page_tokens * self.head_dim
     }
 
-    /// The first `length` keys and values of one head of a sequence with these pages, a page at a time, each
+    /// The first `length` keys and values of one head of the sequence whose pages are `table`, a page at a time, each
     /// `[tokens, head_dim]`.
     pub(super) fn head<'a>(
         &'a self,
@@ -119,7 +121,7 @@ impl LayerPages {
     }
 }
 
-/// Keys and values of one sequence: one page, as long as the sequence may get.
+/// Keys and values of one sequence, in one page that is as long as the sequence may get.
 #[derive(Debug, Clone)]
 pub struct KvCache {
     pub(super) pages: KvPages,
@@ -147,8 +149,8 @@ impl KvCache {
         self.pages.page_tokens
     }
 
-    /// Forgets all but the first `length` tokens, such as drafts that were rejected. More than there are changes
-    /// nothing.
+    /// Forgets all but the first `length` tokens, for example rejected drafts. Changes nothing if there are no more
+    /// than `length`.
     pub fn truncate(&mut self, length: usize) {
         self.length = self.length.min(length);
     }

@@ -1,15 +1,15 @@
 //! The inner loops: dot products in a fixed order, with and without AVX2.
 //!
 //! A dot product keeps [`LANES`] partial sums. Element `i` goes to partial sum `i % LANES`, in rising order of `i`, and
-//! [`tree`] adds the partial sums up. So the order does not depend on how many rows are worked on at once, and a vector
-//! unit of any width up to `LANES` can do it.
+//! [`tree`] adds up the partial sums. So the order does not depend on how many rows are worked on at once, and a vector
+//! unit of any width up to `LANES` can follow it.
 //!
-//! Closures would not be compiled for the features of the function that they stand in, hence only plain inlined
+//! A closure would not be compiled for the target features of the function around it, so there are only plain inlined
 //! functions here.
 //!
-//! Each loop is written once, inlined into a plain function and into one compiled for AVX2, FMA and F16C; which one
-//! runs is found out at start-up. They differ in rounding (a fused multiply-add rounds once), so results are the same
-//! from run to run on a machine but need not be between machines.
+//! Each loop is written once and inlined into two functions: a plain one, and one compiled for AVX2 and FMA. Which of
+//! them runs is decided at start-up. The two round differently (a fused multiply-add rounds once), so results are the
+//! same from run to run on one machine, but may differ between machines.
 
 /// Partial sums of a dot product: four 8-lane registers, enough to hide the latency of fused multiply-adds.
 pub(super) const LANES: usize = 32;
@@ -63,8 +63,8 @@ dispatch! {
 }
 
 dispatch! {
-    /// Dot products of `w` with two vectors, each exactly what [`dot_f32`] gives. Eight accumulator registers and four
-    /// of weights are what sixteen registers hold.
+    /// Dot products of `w` with two vectors, each exactly what [`dot_f32`] gives. Not with more: two take eight
+    /// accumulator registers and four of weights, which is what sixteen registers hold.
     dot2_f32 = dot2_f32_body(w: &[f32], a: &[f32], b: &[f32]) -> (f32, f32)
 }
 
@@ -103,7 +103,7 @@ dispatch! {
     add_weighted = add_weighted_body(weights: &[f32], rows: &[f32], out: &mut [f32])
 }
 
-/// `a × b + c`, rounded once or twice.
+/// `a × b + c`, rounded once if `FUSED`, else twice.
 #[inline(always)]
 fn mul_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
@@ -111,8 +111,8 @@ fn mul_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
 
 /// Sum of the partial sums: halves added on halves, 32 → 16 → 8 → 4 → 2 → 1.
 ///
-/// Kept out of line: inlined, its shape tempts the compiler to keep the partial sums of the loop before it in any
-/// order but that of the vectors they are loaded in.
+/// Kept out of line: if it is inlined, its access pattern leads the compiler to keep the partial sums of the loop
+/// before it in another order than that of the vectors that are loaded.
 #[inline(never)]
 fn tree(sums: &[f32; LANES]) -> f32 {
     let mut sums = *sums;
@@ -126,7 +126,7 @@ fn tree(sums: &[f32; LANES]) -> f32 {
     sums[0]
 }
 
-/// Adds the products of one chunk, whole or the shorter last one, to the partial sums.
+/// Adds the products of a whole chunk to the partial sums; `rest` adds those of a shorter last one.
 #[inline(always)]
 fn accumulate<const FUSED: bool>(sums: &mut [f32; LANES], a: &[f32; LANES], b: &[f32; LANES]) {
     for i in 0..LANES {
@@ -221,12 +221,13 @@ fn bf16_to_f32(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
-/// Exact for every f16, in steps that vectorise: the bits moved into place make a float 2^112 times too small.
+/// Exact for every f16, in steps that vectorise. The bits, moved into place, make a float 2^112 times too small, which
+/// the multiplication corrects.
 #[inline(always)]
 fn f16_to_f32(bytes: [u8; 2]) -> f32 {
     let bits = u32::from(u16::from_le_bytes(bytes));
     let scaled = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
-    // An f16 exponent of all ones is infinity or NaN; moved and scaled it would be a mere 65,536 or more.
+    // An exponent of all ones means infinity or NaN. Moved and scaled, it would become a mere 65,536 or more.
     let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(scaled.to_bits() | special | (bits & 0x8000) << 16)
 }
@@ -271,7 +272,7 @@ mod tests {
         fn every_way_to_a_dot_product_gives_the_same_bits(
             elements in prop::collection::vec((any::<u16>(), -2f32..2.0, -2f32..2.0), 0..200),
         ) {
-            // Finite bf16 and f16: the sign and exponent bits below the top one.
+            // Finite bf16 and f16: the exponent's top bit is clear.
             let w: Vec<u8> = elements.iter().flat_map(|e| (e.0 & 0xbfff).to_le_bytes()).collect();
             let (a, b): (Vec<f32>, Vec<f32>) = elements.iter().map(|e| (e.1, e.2)).unzip();
             for simd in kinds() {
@@ -282,7 +283,7 @@ mod tests {
                 prop_assert_eq!(dot2_f32(simd, &wide, &a, &b).0.to_bits(), expected.to_bits());
                 prop_assert_eq!(dot2_f32(simd, &wide, &b, &a).1.to_bits(), expected.to_bits());
                 let bytes: Vec<u8> = wide.iter().flat_map(|x| x.to_le_bytes()).collect();
-                // At an odd address too.
+                // Also at an odd address.
                 let shifted = [&[0], bytes.as_slice()].concat();
                 prop_assert_eq!(dot_f32_bytes(simd, &shifted[1..], &a).to_bits(), expected.to_bits());
                 widen_f16(simd, &w, &mut wide);

@@ -1,7 +1,8 @@
-//! The pass of an EAGLE-3 head, in f32 on the CPU; exact in the sense of the model's own pass.
+//! The forward pass of an EAGLE-3 head, in f32 on the CPU; exact in the same sense as the model's own pass.
 //!
-//! A row of a head stands for a token of the text and the token after it: from the model's hidden states of the first
-//! (three of them, of a low, a middle and a high layer) and the embedding of the second it says what comes after both.
+//! A row of a head stands for a token of the text and the token after it. From three of the model's hidden states at
+//! the first token (of a low, a middle and a high layer) and the embedding of the second, it predicts what comes after
+//! both.
 //!
 //! ```text
 //! h = fc·[low, middle, high]        of what follows a draft: h is the head's own h' of the row before
@@ -19,11 +20,11 @@ use crate::checkpoint::Tensor;
 use crate::rope::{self, Frequencies};
 use crate::{Checkpoint, Config, EagleHead, EagleWeights, Error};
 
-/// An EAGLE-3 head made ready to run on the CPU. Weights stay where and as they are stored.
+/// An EAGLE-3 head made ready to run on the CPU. Weights stay in place, as they are stored.
 #[derive(Debug, Clone)]
 pub struct CpuEagle {
     head: EagleHead,
-    /// Whose embedding it takes, unless the head has one.
+    /// The model that it drafts for; its embedding is used if the head has none of its own.
     model: Checkpoint,
     norms: Norms,
     frequencies: Frequencies,
@@ -39,17 +40,17 @@ struct Norms {
     last: Vec<f32>,
 }
 
-/// What rows of a head begin with beside their tokens.
+/// The hidden states that rows of a head begin with.
 #[derive(Debug, Clone, Copy)]
 pub enum HiddenStates<'a> {
-    /// The model's, `[rows, 3, hidden]`.
+    /// The model's, at each row's first token, `[rows, 3, hidden]`.
     OfModel(&'a [f32]),
-    /// The head's own, of the row before each, `[rows, hidden]`.
+    /// The head's own, of the row before each row, `[rows, hidden]`.
     Own(&'a [f32]),
 }
 
 impl<'a> HiddenStates<'a> {
-    /// Those of `count` rows from the `first` on, of a head of this hidden size.
+    /// The states of `count` rows, from row `first` on, for a head of this hidden size.
     fn of_rows(self, first: usize, count: usize, hidden: usize) -> Self {
         let part = |all: &'a [f32], size: usize| &all[first * size..][..count * size];
         match self {
@@ -60,7 +61,7 @@ impl<'a> HiddenStates<'a> {
 }
 
 impl CpuEagle {
-    /// Prepares `head` to draft for `model`. Copies nothing but norms.
+    /// Prepares `head` to draft for `model`. Copies only the norms.
     ///
     /// # Errors
     /// [`Error::HeadDoesNotFit`].
@@ -89,17 +90,18 @@ impl CpuEagle {
         KvCache::new(&self.head.config, capacity)
     }
 
-    /// Runs rows after those in `cache`, and adds them to it: of each its second token, and its hidden states.
+    /// Runs rows after those in `cache`, and adds them to it. `tokens` holds each row's second token, `states` what
+    /// each row begins with.
     ///
-    /// `logits` takes those after the last row, `[draft_vocab]`, unless it is empty. Returns the last row's own hidden
-    /// state, `[hidden]`, with which the row after it may begin. On an error the cache is as before.
+    /// `logits` receives the logits after the last row, `[draft_vocab]`; an empty slice asks for none. Returns the last
+    /// row's own hidden state, `[hidden]`, with which the next row may begin. On an error the cache is as before.
     ///
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::CacheFull`], [`Error::LogitsBuffer`] for `logits` of another size, or
     /// [`Error::OutputNotFinite`].
     ///
     /// # Panics
-    /// If there are no rows, or hidden states of others: a bug of the caller.
+    /// If there are no rows, or too few hidden states for them: a bug of the caller.
     pub fn forward(
         &self,
         tokens: &[u32],
@@ -139,7 +141,7 @@ impl CpuEagle {
         Ok(last)
     }
 
-    /// The layer over a block of rows; gives the residual stream, `[rows, hidden]`.
+    /// Runs the layer over a block of rows. Returns the residual stream, `[rows, hidden]`.
     fn layer(&self, block: &[Row<'_>], states: HiddenStates<'_>, pages: &mut KvPages) -> Vec<f32> {
         let (c, w, rows) = (&self.head.config, self.head.weights(), block.len());
         let zeros = |columns: usize| vec![0.0; rows * columns];
@@ -175,7 +177,7 @@ impl CpuEagle {
         x
     }
 
-    /// What queries, keys and values are made of: the normed embedding of each row and its normed hidden state,
+    /// The input of the query, key and value projections: each row's normed embedding and normed hidden state,
     /// `[rows, 2 × hidden]`.
     fn pairs(&self, block: &[Row<'_>], hidden: &[f32], weights: &EagleWeights<Tensor<'_>>) -> Vec<f32> {
         let embed = weights.embed.or_else(|| self.model.embedding().ok()).expect("one or the other was checked");
@@ -188,7 +190,7 @@ impl CpuEagle {
         block.iter().zip(hidden.chunks_exact(self.config().plan.hidden)).flat_map(pair).collect()
     }
 
-    /// The rotation of queries and keys, and keys and values into the cache.
+    /// Rotates queries and keys, and writes keys and values into the cache.
     fn heads(&self, block: &[Row<'_>], [q, k]: [&mut [f32]; 2], v: &[f32], pages: &mut KvPages) {
         let heads = self.config().plan.attention;
         let (half, size) = (heads.head_dim / 2, heads.key_value_size());

@@ -22,7 +22,7 @@ enum Float {
     F32,
 }
 
-/// A quantised matrix as bf16.
+/// A quantised matrix, converted to bf16.
 #[derive(Debug)]
 pub(super) struct Converted {
     inputs: usize,
@@ -30,7 +30,7 @@ pub(super) struct Converted {
 }
 
 impl Converted {
-    /// Reads the matrix, on all threads.
+    /// Reads and converts the matrix, on all threads.
     ///
     /// # Errors
     /// As [`Weight::read_bf16`].
@@ -56,7 +56,7 @@ pub(super) struct Output<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// A tensor of floats: others are converted.
+    /// A tensor of floats, in place. Quantised matrices are `Converted` instead.
     pub(super) fn new(tensor: &Tensor<'a>) -> Self {
         let float = match tensor.dtype {
             Dtype::Bf16 => Float::Bf16,
@@ -108,15 +108,15 @@ impl<'a> Matrix<'a> {
 /// Multiply-adds of one task: large enough that handing it to a thread is a small part of it.
 const TASK: usize = 1 << 17;
 
-/// Outputs of one task at least, when several rows share it, so that a tile of `x` is used that often.
+/// Least number of outputs of a task, when there are several rows: a tile of `x` is used that often.
 const COLUMNS: usize = 16;
 
-/// Elements of `x` that stay in L1 beside a weight row.
+/// Elements of `x` that stay in L1 beside a row of weights.
 const TILE: usize = 1 << 12;
 
 /// `out[r, n] = weight[n] · x[r]` for several maps of the same input; `x` is `[rows, inputs]`.
 ///
-/// A task takes some outputs `n` and does all rows for each while its weights are in cache.
+/// A task takes some of the outputs `n`. It computes them for all rows while their weights are in cache.
 pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>>) {
     let inputs = x.len() / rows;
     let columns_per_task = (TASK / (inputs * rows)).max(if rows == 1 { 1 } else { COLUMNS });
@@ -136,12 +136,12 @@ pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>
         return;
     }
     for Output { weight, out } in outputs {
-        // Threads write the transpose, `[outputs, rows]`, where a task's share is one piece.
+        // Threads write the transpose, `[outputs, rows]`, in which a task's share is contiguous.
         let columns = out.len() / rows;
         let mut transposed = vec![0.0; out.len()];
         let tasks: Vec<_> = transposed.chunks_mut(columns_per_task * rows).enumerate().collect();
         run(tasks, |(task, out)| {
-            // The task's weights are widened once, and go over as many rows of `x` at a time as L1 holds.
+            // Widens the task's weights once, then goes over `x`, as many rows at a time as L1 holds.
             let mut wide = vec![0.0; columns_per_task * inputs];
             let wide = &mut wide[..out.len() / rows * inputs];
             for (n, wide) in wide.chunks_exact_mut(inputs).enumerate() {
@@ -164,7 +164,7 @@ pub(super) fn matmul(simd: Simd, x: &[f32], rows: usize, outputs: Vec<Output<'_>
     }
 }
 
-/// One weight row with every row of `x`, `[out.len(), w.len()]`.
+/// Dot products of one weight row with every row of `x`, `[out.len(), w.len()]`.
 fn column(simd: Simd, w: &[f32], x: &[f32], out: &mut [f32]) {
     let row = |r: usize| &x[r * w.len()..][..w.len()];
     let (pairs, last) = out.as_chunks_mut::<2>();

@@ -1,10 +1,10 @@
 //! The reference forward pass, in f32 on the CPU.
 //!
 //! It is written to be read, and fast enough to serve a small model. Its numbers are *exact* in one sense that the rest
-//! of the project builds on: the logits of a token depend on the tokens before it and on nothing else. Not on how many
-//! tokens share a call, nor on how earlier ones were split over calls, nor on the number of threads. Every output
-//! element is one dot product whose partial sums and their order are fixed (module `dot`); threads only divide outputs
-//! among them.
+//! of the project builds on: the logits of a token depend on the tokens before it and on nothing else. They do not
+//! depend on how many tokens share a call, how earlier tokens were split over calls, or the number of threads. Every
+//! output element is one dot product with fixed partial sums, added in a fixed order (module `dot`). Threads only
+//! divide the outputs among them.
 
 mod attention;
 mod cache;
@@ -32,28 +32,28 @@ pub struct Row<'a> {
     pub token: u32,
     /// How many tokens come before it in its sequence.
     pub position: usize,
-    /// The sequence's pages, first to last, at least up to this position.
+    /// The pages of its sequence, first to last, at least up to this position.
     pub pages: &'a [u32],
-    /// Whether the logits after it are wanted.
+    /// Whether the logits after this token are wanted.
     pub logits: bool,
 }
 
-/// Hidden states that a pass is to give, for a head that drafts from them.
+/// Asks a pass to record hidden states, for a head that drafts from them.
 #[derive(Debug)]
 pub struct Taps<'a> {
-    /// After how many layers the residual stream is one, in rising order; 0 is the embedding.
+    /// After how many layers the residual stream is recorded, in rising order; 0 is the embedding.
     pub after: &'a [usize],
-    /// Gets those of every row, `[rows, after.len(), hidden]`, behind what is there.
+    /// Receives the hidden states of every row, `[rows, after.len(), hidden]`, appended to what is there.
     pub states: &'a mut Vec<f32>,
 }
 
 impl Taps<'_> {
-    /// Room for the states of so many rows.
+    /// Makes room for the states of `rows` more rows.
     fn extend(&mut self, rows: usize, hidden: usize) {
         self.states.resize(self.states.len() + rows * self.after.len() * hidden, 0.0);
     }
 
-    /// Takes the residual stream `x` of the rows that there was room made for last, after so many layers.
+    /// Records the residual stream `x` after `layers` layers, for the rows that `extend` last made room for.
     fn take(&mut self, layers: usize, x: &[f32], hidden: usize) {
         let first = self.states.len() - x.len() * self.after.len();
         for (i, _) in self.after.iter().enumerate().filter(|(_, after)| **after == layers) {
@@ -65,14 +65,14 @@ impl Taps<'_> {
     }
 }
 
-/// Where a row's numbers are NaN or infinite first. What comes after it means nothing.
+/// The first place at which a row's numbers are NaN or infinite. All that is computed from them means nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Fault {
     /// What is not finite.
     pub place: Place,
     /// The row's position in its sequence.
     pub position: usize,
-    /// The row, as it was given.
+    /// The row's index in the call.
     pub row: usize,
 }
 
@@ -98,13 +98,13 @@ impl std::fmt::Display for Place {
 /// scratch memory, and has no influence on results.
 const BLOCK: usize = 64;
 
-/// A checkpoint made ready to run on the CPU. Weights stay where and as they are stored, and are widened as they are
-/// read; quantised ones are turned into bf16 once.
+/// A checkpoint made ready to run on the CPU. Weights stay in place, as they are stored, and are widened as they are
+/// read; quantised matrices are converted to bf16 once.
 #[derive(Debug, Clone)]
 pub struct CpuModel {
     checkpoint: Checkpoint,
     weights: Weights<Slot>,
-    /// Matrices that are quantised, as bf16.
+    /// The quantised matrices, converted to bf16.
     converted: Arc<Vec<Converted>>,
     vectors: Vectors,
     frequencies: Frequencies,
@@ -116,7 +116,7 @@ pub struct CpuModel {
 enum Slot {
     /// In the checkpoint.
     Stored(TensorId),
-    /// Among the converted ones.
+    /// Among the converted matrices, by index.
     Converted(usize),
 }
 
@@ -130,9 +130,9 @@ struct Vectors {
 #[derive(Debug, Clone)]
 struct LayerVectors {
     input_norm: Vec<f32>,
-    /// Of queries, keys and values, if there are any.
+    /// Biases of queries, keys and values, if the plan has any.
     qkv_bias: Option<[Vec<f32>; 3]>,
-    /// Of queries and of keys, if there are any.
+    /// Norms of query heads and of key heads, if the plan has any.
     head_norms: Option<[Vec<f32>; 2]>,
     post_attention_norm: Vec<f32>,
 }
@@ -141,19 +141,19 @@ struct LayerVectors {
 struct Scratch {
     /// The residual stream, `[rows, hidden]`.
     x: Vec<f32>,
-    /// That, with a norm: what a product reads.
+    /// The residual stream after a norm: the input of a GEMM.
     normed: Vec<f32>,
     /// Queries `[rows, query_size]`, then keys and values `[rows, key_value_size]` each.
     qkv: [Vec<f32>; 3],
     /// `[rows, query_size]`.
     attended: Vec<f32>,
-    /// Gates and ups: `[rows, intermediate]` each.
+    /// Gates and ups of SwiGLU, `[rows, intermediate]` each.
     gate_up: [Vec<f32>; 2],
-    /// What becomes of them.
+    /// `silu(gate) × up`, `[rows, intermediate]`.
     activation: Vec<f32>,
-    /// What is to be added to the residual stream.
+    /// What is added to the residual stream, `[rows, hidden]`.
     delta: Vec<f32>,
-    /// Of each row, `[rows, head_dim / 2]` each.
+    /// Cosines and sines of each row's rotation, `[rows, head_dim / 2]` each.
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
@@ -162,8 +162,8 @@ impl CpuModel {
     /// Prepares a checkpoint. Copies nothing but norms, biases and quantised matrices.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`], none for a checkpoint that opened; of a
-    /// quantised matrix a scale or a code that means no number, or a file that cannot be read.
+    /// [`Error::MissingTensor`], [`Error::Shape`] or [`Error::WrongDtype`], but not for a checkpoint that opened. For a
+    /// quantised matrix also a scale or a code that means no number, or a file that cannot be read.
     pub fn new(checkpoint: &Checkpoint) -> Result<Self, Error> {
         let mut quantized = Vec::new();
         let weights = checkpoint.weight_ids()?.map(&mut |id| match id {
@@ -233,10 +233,11 @@ impl CpuModel {
         }
     }
 
-    /// As [`forward`](Self::forward), for a caller that may not need all rows: gives those that are not finite.
+    /// As [`forward`](Self::forward), for a caller that may not need all rows: returns the rows that are not finite
+    /// instead of an error.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), but for [`Error::OutputNotFinite`].
+    /// As [`forward`](Self::forward), except [`Error::OutputNotFinite`].
     pub fn forward_with_faults(
         &self,
         tokens: &[u32],
@@ -247,10 +248,11 @@ impl CpuModel {
         self.forward_tapped(tokens, cache, logit_rows, logits, None)
     }
 
-    /// As [`forward_with_faults`](Self::forward_with_faults), with the hidden states of all rows, if they are wanted.
+    /// As [`forward_with_faults`](Self::forward_with_faults), and also records hidden states of all rows if `taps` asks
+    /// for them.
     ///
     /// # Errors
-    /// As [`forward_with_faults`](Self::forward_with_faults); `taps` has got nothing then.
+    /// As [`forward_with_faults`](Self::forward_with_faults); `taps` has received nothing then.
     pub fn forward_tapped(
         &self,
         tokens: &[u32],
@@ -278,11 +280,11 @@ impl CpuModel {
     }
 
     /// Runs rows of any number of sequences, each over its own pages, and writes their keys and values there. Rows of a
-    /// sequence come at rising positions, and what is before the first of them is in its pages.
+    /// sequence come at rising positions. Its pages already hold all that comes before the first of them.
     ///
-    /// `logits` takes those of the rows that want them, in order, `[wanted, vocab]`. A row's result depends on its own
-    /// sequence alone. On an error nothing was written. Gives the rows that are not finite, in order: they matter to
-    /// their own sequence alone, too, but to all that comes after them in it.
+    /// `logits` receives the logits of the rows that ask for them, in order, `[wanted, vocab]`. A row's result depends
+    /// on its own sequence alone. On an error nothing was written. Returns the rows that are not finite, in order. Such
+    /// a row affects no other sequence, but all later rows of its own.
     ///
     /// # Errors
     /// [`Error::TokenOutOfRange`], [`Error::PageMissing`], or [`Error::LogitsBuffer`] if `logits` has another size.
@@ -342,8 +344,8 @@ impl CpuModel {
         Ok(faults)
     }
 
-    /// Embedding and all layers for one block of rows; gives the residual stream, `[rows, hidden]`, and notes for each
-    /// row the first layer after which it is not finite.
+    /// Runs the embedding and all layers for one block of rows. Returns the residual stream, `[rows, hidden]`. Notes
+    /// for each row in `places` the first layer after which it is not finite.
     fn layers(
         &self,
         block: &[Row<'_>],
@@ -372,8 +374,8 @@ impl CpuModel {
             }
             let last = index + 1 == c.num_hidden_layers;
             for ((row, place), x) in block.iter().zip(places.iter_mut()).zip(s.x.chunks_exact(c.plan.hidden)) {
-                // What a row leaves for the rows after it is its keys and values, which come before the last layer's
-                // output.
+                // Later rows see only a row's keys and values, which the last layer computes before its output. So the
+                // last layer's output matters only where logits are wanted.
                 if !last || row.logits {
                     note(place, Place::Layer(index), x);
                 }
@@ -382,7 +384,7 @@ impl CpuModel {
         s.x
     }
 
-    /// The embedding of a block of rows, and room for what comes of it.
+    /// The embedding of a block of rows, and room for what is computed from it.
     fn scratch(&self, block: &[Row<'_>]) -> Scratch {
         let (c, rows) = (self.config(), block.len());
         let embed = self.matrix(self.weights.embed);
@@ -405,7 +407,7 @@ impl CpuModel {
         }
     }
 
-    /// A product of a layer, with what becomes of it.
+    /// A GEMM of a layer, with the norm before it and its epilogue.
     fn gemm(&self, index: usize, gemm: Gemm, rows: usize, s: &mut Scratch) {
         let (layer, vectors) = (&self.weights.layers[index], &self.vectors.layers[index]);
         if gemm.input == Input::Normed {
@@ -450,7 +452,8 @@ impl CpuModel {
         }
     }
 
-    /// Norms of heads if there are any, the rotation, and keys and values into the cache.
+    /// Applies the norms of heads if there are any, rotates queries and keys, and writes keys and values into the
+    /// cache.
     fn heads(&self, index: usize, heads: &plan::Attention, block: &[Row<'_>], s: &mut Scratch, pages: &mut KvPages) {
         let (half, size) = (heads.head_dim / 2, heads.key_value_size());
         let [q, k, v] = &mut s.qkv;
@@ -479,7 +482,7 @@ impl CpuModel {
         self.project(&normed, rows, &mut [(self.weights.head, logits)]);
     }
 
-    /// RMS norm of each row of `x`, a row being as long as `weight`: `x / sqrt(mean(x²) + eps) × weight`.
+    /// RMS norm of each row of `x`: `x / sqrt(mean(x²) + eps) × weight`. A row is as long as `weight`.
     fn norm(&self, x: &[f32], weight: &[f32], out: &mut [f32]) {
         out.copy_from_slice(x);
         self.norm_in_place(out, weight);
@@ -500,7 +503,7 @@ impl CpuModel {
     }
 }
 
-/// RMS norm of each row of `x`, a row being as long as `weight`.
+/// RMS norm of each row of `x`, in place. A row is as long as `weight`.
 fn norm_in_place(simd: Simd, eps: f32, x: &mut [f32], weight: &[f32]) {
     for row in x.chunks_exact_mut(weight.len()) {
         let mean = dot::dot_f32(simd, row, row) / row.len() as f32;
@@ -511,14 +514,14 @@ fn norm_in_place(simd: Simd, eps: f32, x: &mut [f32], weight: &[f32]) {
     }
 }
 
-/// SiLU of the gates times their ups.
+/// `silu(gate) × up` for each element.
 fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
     for ((out, &g), &u) in out.iter_mut().zip(gate).zip(up) {
         *out = g / (1.0 + (-g).exp()) * u;
     }
 }
 
-/// A weight where it is.
+/// The weight that a slot stands for.
 fn stored<'a>(checkpoint: &'a Checkpoint, converted: &'a [Converted], slot: Slot) -> Matrix<'a> {
     match slot {
         Slot::Stored(id) => Matrix::new(&checkpoint.tensor_by_id(id)),
@@ -526,8 +529,8 @@ fn stored<'a>(checkpoint: &'a Checkpoint, converted: &'a [Converted], slot: Slot
     }
 }
 
-/// Notes that numbers of a row are not finite, unless something before them was not. The sum has no early exit, so it
-/// vectorises.
+/// Records `place` if numbers of a row are not finite, unless an earlier place is recorded. The sum has no early exit,
+/// so it vectorises.
 fn note(found: &mut Option<Place>, place: Place, numbers: &[f32]) {
     if found.is_none() && numbers.iter().map(|x| u32::from(!x.is_finite())).sum::<u32>() > 0 {
         *found = Some(place);
@@ -536,7 +539,7 @@ fn note(found: &mut Option<Place>, place: Place, numbers: &[f32]) {
 
 impl From<&Fault> for Error {
     fn from(fault: &Fault) -> Self {
-        // Logits are those of the token that comes next.
+        // Logits belong to the token that comes next.
         let position = fault.position + usize::from(fault.place == Place::Logits);
         Error::OutputNotFinite { what: fault.place.to_string(), position }
     }

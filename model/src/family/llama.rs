@@ -15,7 +15,7 @@ pub(super) static LLAMA: Family = Family {
 };
 
 fn read(fields: &Fields<'_>) -> Result<Traits, Error> {
-    // Unlike Qwen2's, this would give the output projection a bias too.
+    // Unlike in Qwen2, this would give the output projection a bias too.
     fields.refuse("attention_bias", "no published Llama has it; use a checkpoint without attention biases")?;
     fields.refuse("mlp_bias", "no published Llama has it; use a checkpoint without biases in the feed-forward")?;
     fields.refuse_windows()?;

@@ -1,5 +1,5 @@
-//! Families of models: what of a `config.json` is theirs, and what plan it comes to. See [`plan`](crate::plan) for how
-//! to add one.
+//! Families of models: which configs belong to each, and the plan that they give. See [`plan`](crate::plan) for how to
+//! add one.
 
 mod llama;
 mod qwen2;
@@ -20,20 +20,20 @@ pub struct Family {
     pub architecture: &'static str,
     /// What `model_type` says.
     pub model_type: &'static str,
-    /// Models of it, for people: `Qwen3-0.6B to Qwen3-32B`.
+    /// Published models of the family, for messages: `Qwen3-0.6B to Qwen3-32B`.
     pub published: &'static str,
-    /// What transformers takes where `max_position_embeddings` is not given.
+    /// transformers' default of `max_position_embeddings`.
     pub(crate) max_position_embeddings: usize,
-    /// What it takes where `head_dim` is not; none: the hidden size over the heads.
+    /// transformers' default of `head_dim`; `None` for the hidden size divided by the heads.
     pub(crate) head_dim: Option<usize>,
-    /// What the plan of such a model is, unless a setting is not supported.
+    /// Reads the traits of the plan from a config. Fails on a setting that is not supported.
     pub(crate) read: fn(&Fields<'_>) -> Result<Traits, Error>,
 }
 
 /// Every family that is supported.
 pub static ALL: [&Family; 3] = [&qwen3::QWEN3, &qwen2::QWEN2, &llama::LLAMA];
 
-/// Two are the same if they have the same architecture.
+/// Families are equal if they have the same architecture.
 impl PartialEq for Family {
     fn eq(&self, other: &Self) -> bool {
         self.architecture == other.architecture
@@ -62,7 +62,7 @@ impl Family {
             return Ok(family);
         }
         let found = match (named, model_type) {
-            // A type that the architecture does not have.
+            // The architecture is a family's, so the type is what does not fit.
             (Some(name), Some(kind)) if ALL.iter().any(|family| family.architecture == name) => kind,
             (Some(name), _) => name,
             (None, Some(kind)) => kind,
@@ -107,7 +107,7 @@ impl Fields<'_> {
         Error::UnsupportedSetting { path: self.path.to_owned(), field, value: brief(value), mend }
     }
 
-    /// Refuses attention over a window of the latest tokens alone.
+    /// Refuses attention over a window of the latest tokens.
     fn refuse_windows(&self) -> Result<(), Error> {
         self.refuse("use_sliding_window", "use a checkpoint with full attention, as published ones are")?;
         let kinds = self.all.get("layer_types").and_then(Value::as_array);

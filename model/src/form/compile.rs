@@ -1,4 +1,4 @@
-//! From a shape to a form.
+//! Compiles shapes into forms.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,15 +15,15 @@ use super::{BEHIND_THOUGHT, THOUGHT, mask_words};
 use crate::text::shown;
 use crate::{Checkpoint, Error, Tokenizer};
 
-/// Forms that are remembered; when there are more, all are forgotten, and compiled again as they come.
+/// Number of compiled forms that are kept. When there are more, all are dropped, and compiled again when asked for.
 const REMEMBERED: usize = 1024;
-/// What a mask may take, far above what any needs: whether one is given up must not depend on what other masks have
-/// found out before.
+/// Work that the lexer may spend on one mask, far above what any mask needs. Whether the engine gives up on a mask must
+/// not depend on what earlier masks have put into its cache.
 const MASK_FUEL: u64 = 2_000_000;
-/// Likewise, items of the parser.
+/// The same limit for items of the parser.
 const MASK_ITEMS: usize = 500_000;
 
-/// Compiles forms for a model. One is shared by all who ask.
+/// Compiles forms for a model. All callers share one.
 pub struct Forms {
     factory: ParserFactory,
     vocabulary: Arc<Tokens>,
@@ -36,17 +36,18 @@ pub(super) struct Tokens {
     pub vocab_size: usize,
     /// Ids that the tokenizer knows.
     pub known: usize,
-    /// All but end tokens: what may come in a thought.
+    /// Mask of what may come in a thought: all but end tokens.
     pub thought: Vec<u32>,
-    /// What a thought is opened and closed with, each a token of its own, and what stands behind it.
+    /// The tokens that open and close a thought, and those that stand between it and the answer. `None` if the
+    /// tokenizer has no such tokens.
     pub tags: Option<([u32; 2], Vec<u32>)>,
 }
 
 /// A shape, compiled.
 pub(super) struct Compiled {
-    /// At its beginning.
+    /// The engine, at the form's beginning.
     pub engine: llguidance::Matcher,
-    /// What may come first.
+    /// Mask of the tokens that may come first.
     pub first: Vec<u32>,
     pub tokens: Arc<Tokens>,
 }
@@ -63,7 +64,7 @@ pub struct Form {
 pub(super) enum Thought {
     /// Nothing.
     None,
-    /// A thought, which the answer opens.
+    /// A thought that the answer opens.
     Whole,
     /// A thought that the prompt has opened.
     Opened,
@@ -76,19 +77,19 @@ impl fmt::Debug for Form {
 }
 
 impl Forms {
-    /// For a checkpoint's tokenizer and end tokens.
+    /// Compiles forms for a checkpoint's tokenizer and end tokens.
     ///
     /// # Errors
-    /// [`Error::NoForms`]: a form's end could not be told without an end token.
+    /// [`Error::NoForms`] if there is no end token: the end of a form could not be told without one.
     pub fn new(checkpoint: &Checkpoint) -> Result<Self, Error> {
         let ends = &checkpoint.generation.eos_token_ids;
         Self::of(&checkpoint.tokenizer, checkpoint.config.vocab_size, ends)
     }
 
-    /// Likewise, by themselves; `vocab_size` rows of the embedding.
+    /// Compiles forms for the parts of a checkpoint: its tokenizer, the rows of its embedding and its end tokens.
     ///
     /// # Errors
-    /// [`Error::NoForms`].
+    /// [`Error::NoForms`] if there is no end token.
     pub fn of(tokenizer: &Tokenizer, vocab_size: usize, end_tokens: &[u32]) -> Result<Self, Error> {
         let known = tokenizer.vocab_size();
         let ends: Vec<u32> = end_tokens.iter().copied().filter(|&token| (token as usize) < known).collect();
@@ -96,7 +97,8 @@ impl Forms {
             return Err(Error::NoForms { reason: "the model has no end token (`eos_token_id`)".into() });
         }
         let environment: TokEnv = Arc::new(Vocabulary::new(tokenizer, &ends));
-        // Forced text is tokens that are allowed alone: see `Matcher`.
+        // The engine need not insert forced text: its tokens come one by one, each the only one allowed (see
+        // `Matcher`).
         let able = InferenceCapabilities::default();
         let mut factory = ParserFactory::new(&environment, able, &SlicedBiasComputer::general_slices())
             .map_err(|error| Error::NoForms { reason: first_line(&error.to_string()) })?;
@@ -143,7 +145,7 @@ impl Forms {
     fn compiled(&self, shape: &Shape) -> Result<Compiled, String> {
         let parser = self.factory.create_parser(shape.grammar()?).map_err(|error| reason(&format!("{error:#}")))?;
         let mut engine = llguidance::Matcher::new(Ok(parser));
-        // The first mask is the same for all, and what it finds out is of use to those after it.
+        // The first mask is the same for all sequences, and what the engine learns from it helps with later masks.
         let mask = engine.compute_mask_or_eos().map_err(|error| reason(&format!("{error:#}")))?;
         let mut first = vec![0; mask_words(self.vocabulary.vocab_size)];
         self.vocabulary.take(mask.as_slice(), &mut first);
@@ -152,7 +154,7 @@ impl Forms {
 }
 
 impl Tokens {
-    /// Fills `mask` from the engine's, which has room for more tokens than there are.
+    /// Fills `mask` from the engine's mask, which has room for more tokens than the vocabulary has.
     pub fn take(&self, engine: &[u32], mask: &mut [u32]) {
         mask.fill(0);
         let known = self.known.min(self.vocab_size);
@@ -165,11 +167,10 @@ impl Tokens {
 }
 
 impl Form {
-    /// The same behind a thought, if the model has such: one that the prompt has `opened`, or one that the answer
-    /// opens.
+    /// This form after a thought. If `opened`, the prompt has opened the thought; else the answer opens it.
     ///
     /// # Errors
-    /// [`Error::Form`] where the tokenizer has no token for the tags around a thought, so that its end cannot be told.
+    /// [`Error::Form`] if the tokenizer has no tokens for the tags around a thought: its end could not be told.
     pub fn after_thought(&self, opened: bool) -> Result<Self, Error> {
         if self.compiled.tokens.tags.is_none() {
             let [open, close] = THOUGHT;
@@ -180,18 +181,18 @@ impl Form {
         Ok(Self { thought, ..self.clone() })
     }
 
-    /// Follows it from its beginning.
+    /// A matcher at the form's beginning.
     pub fn matcher(&self) -> Matcher {
         Matcher::new(self)
     }
 
-    /// Tokens of the model.
+    /// Size of the model's vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.compiled.tokens.vocab_size
     }
 }
 
-/// The engine's words, for a person: one line, and a sentence that says what to change.
+/// The engine's message, rewritten for a user: one line that says what to change.
 fn reason(error: &str) -> String {
     let line = first_line(error);
     if let Some((_, keys)) = line.split_once("Unimplemented keys: ") {
@@ -208,12 +209,12 @@ fn reason(error: &str) -> String {
     if line.contains("oneOf constraints are not supported") {
         return "the schema's keyword `oneOf` is not supported where its parts overlap; `anyOf` is".into();
     }
-    // A parser of regular expressions says last what is wrong.
+    // The parser of regular expressions says on a later line what is wrong.
     let wrong = error.lines().find_map(|line| line.trim().strip_prefix("error: "));
     wrong.map_or(line.clone(), |wrong| format!("{line} {}", shown(wrong)))
 }
 
-/// The engine's words without what is behind them: where it was, for its developers.
+/// The first line of the engine's message. What follows it is for the engine's developers.
 pub(super) fn first_line(text: &str) -> String {
     shown(text.trim().lines().next().unwrap_or_default().trim())
 }

@@ -1,16 +1,16 @@
-//! Formats of strings that the engine takes less strictly than their standards: the 29th of a February without one, the
-//! 60th second of any minute, names that are too long for the domain name system.
+//! Formats of strings for which the engine is laxer than their standards: it takes 29 February in every year, a 60th
+//! second in every minute, and names that are too long for the domain name system.
 
 use serde_json::{Value, json};
 
 /// Keywords whose value is a schema.
 const ONE: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
-/// Those whose value has schemas by name.
+/// Keywords whose value maps names to schemas.
 const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
-/// Those whose value is a list of schemas.
+/// Keywords whose value is a list of schemas.
 const MANY: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
 
-/// Adds to a schema, and to those within, what a format asks for beyond what the engine knows of it.
+/// Adds to a schema, and to the schemas in it, what each `format` demands beyond what the engine checks.
 pub fn hold_to_standards(schema: &mut Value) {
     let Value::Object(fields) = schema else { return };
     for (name, value) in fields.iter_mut() {
@@ -29,7 +29,7 @@ pub fn hold_to_standards(schema: &mut Value) {
     }
 }
 
-/// What a text of a format matches besides.
+/// The pattern that a text of `format` must match beyond what the engine checks, if there is one.
 fn pattern(format: &str) -> Option<String> {
     const LEAP_YEAR: &str = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)";
     let date = || {

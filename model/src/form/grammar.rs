@@ -1,4 +1,4 @@
-//! What a user asks for, as a grammar of the engine.
+//! What a user asks for, and its translation to a grammar of the engine.
 
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Value, json};
@@ -33,7 +33,7 @@ pub struct Tool {
 }
 
 impl Shape {
-    /// A text that no other shape has.
+    /// A text that differs between shapes.
     pub(super) fn key(&self) -> String {
         match self {
             Self::JsonObject => "object".into(),
@@ -48,7 +48,7 @@ impl Shape {
         }
     }
 
-    /// As the engine has it; the reason where that is plain before it is asked.
+    /// The shape as a grammar of the engine. If that plainly cannot be, the reason.
     pub(super) fn grammar(&self) -> Result<TopLevelGrammar, String> {
         Ok(match self {
             Self::JsonObject => TopLevelGrammar::from_json_schema(on_one_line(&json!({"type": "object"}))?),
@@ -72,12 +72,12 @@ impl Shape {
     }
 }
 
-/// A schema with the blanks said that its text has, and formats as their standards have them. A schema may say others:
-/// `x-guidance` is llguidance's.
+/// A schema that also says which blanks its text has, with formats held to their standards. A schema may choose other
+/// blanks itself: `x-guidance` is a keyword of llguidance.
 fn on_one_line(schema: &Value) -> Result<Value, String> {
     let mut schema = match schema {
         Value::Object(schema) => schema.clone(),
-        // Anything, as an object says it; nothing would be no answer.
+        // `true` allows anything, which an empty object says too. `false` allows nothing, so there would be no answer.
         Value::Bool(true) => serde_json::Map::new(),
         _ => return Err("a JSON Schema is an object".into()),
     };
@@ -89,7 +89,7 @@ fn on_one_line(schema: &Value) -> Result<Value, String> {
     Ok(schema)
 }
 
-/// A regular expression for a text.
+/// A regular expression that matches only this text.
 fn escaped(text: &str) -> String {
     let mut regex = String::new();
     for c in text.chars() {
@@ -101,7 +101,8 @@ fn escaped(text: &str) -> String {
     regex
 }
 
-/// A grammar of calls: what the tags are around, with the arguments' schema each on its own, as its `$ref`s mean it.
+/// A grammar of calls between their tags. Each tool's schema is a grammar of its own, so that its `$ref`s keep their
+/// meaning.
 fn calls(tools: &[Tool]) -> Result<String, String> {
     let text = |text: &str| Value::from(text).to_string();
     let names: Vec<String> = (0..tools.len()).map(|i| format!("call_{i}")).collect();

@@ -1,4 +1,4 @@
-//! One sequence on its way through a form.
+//! The progress of one sequence through a form.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,22 +6,22 @@ use std::sync::Arc;
 use super::compile::{Compiled, Form, Thought, first_line};
 use crate::Error;
 
-/// Follows a form along an answer: which tokens may come next, and which are sure to.
+/// Follows a form along an answer: says which tokens may come next, and which must.
 ///
-/// An answer that has ended, with an end token or where the form leaves nothing else, may have tokens behind its end:
-/// they run for nothing, and anything is allowed there.
+/// An answer ends with an end token, or where the form leaves nothing else. Tokens after the end are run in vain: the
+/// matcher accepts any of them, and ignores them.
 #[derive(Clone)]
 pub struct Matcher {
     compiled: Arc<Compiled>,
     thought: Thought,
     engine: llguidance::Matcher,
-    /// Tokens so far.
+    /// Number of tokens taken so far.
     taken: usize,
-    /// Those before the form's first, once that is known.
+    /// Number of tokens before the first of the form; `None` while a thought has not ended.
     before: Option<usize>,
-    /// Tokens of the form so far, up to its end.
+    /// Number of tokens of the form taken so far, up to its end.
     followed: usize,
-    /// What cannot be followed any further, and why.
+    /// Why the form cannot be followed any further, if it cannot.
     failed: Option<String>,
 }
 
@@ -41,7 +41,7 @@ impl Matcher {
     pub(super) fn new(form: &Form) -> Self {
         let Form { compiled, thought } = form;
         Self {
-            // The engine's memory of what it has found out is the sequence's own: others do not wait for it.
+            // A deep clone has the engine's cache to itself, so that sequences do not wait for each other.
             engine: compiled.engine.deep_clone(),
             compiled: compiled.clone(),
             thought: *thought,
@@ -63,7 +63,7 @@ impl Matcher {
         match self.before {
             None => {
                 let closes = self.compiled.tokens.tags.as_ref().filter(|(tags, _)| token == tags[1]);
-                // What opens a thought is not its end.
+                // A closing tag in the place of the opening one ends nothing.
                 if let Some((_, behind)) = closes.filter(|_| at >= self.opening().len()) {
                     self.before = Some(at + 1 + behind.len());
                 }
@@ -92,7 +92,7 @@ impl Matcher {
         }
         self.followed = followed;
         let behind = self.compiled.tokens.tags.as_ref().map_or(0, |(_, behind)| behind.len());
-        // Up to the token that ends the thought.
+        // The token that ends the thought was taken back too.
         if self.thought != Thought::None && left + behind < before {
             self.before = None;
         }
@@ -104,7 +104,7 @@ impl Matcher {
         }
     }
 
-    /// Tokens that open the thought.
+    /// The tokens that open the thought, if the answer opens it.
     fn opening(&self) -> &[u32] {
         match (&self.compiled.tokens.tags, self.thought) {
             (Some((tags, _)), Thought::Whole) => &tags[..1],
@@ -112,7 +112,7 @@ impl Matcher {
         }
     }
 
-    /// The tokens outside the form that are sure to come next.
+    /// The tokens outside the form that must come next.
     fn sure(&self) -> &[u32] {
         match (self.before, &self.compiled.tokens.tags) {
             (None, _) => self.opening().get(self.taken..).unwrap_or_default(),
@@ -121,7 +121,7 @@ impl Matcher {
         }
     }
 
-    /// Fills `mask`, of [`mask_words`](super::mask_words), with the tokens that may come next: one or more.
+    /// Fills `mask`, of [`mask_words`](super::mask_words) words, with the tokens that may come next: at least one.
     pub fn mask(&mut self, mask: &mut [u32]) {
         if let Some(&sure) = self.sure().first() {
             mask.fill(0);
@@ -145,8 +145,9 @@ impl Matcher {
         mask.fill(u32::MAX);
     }
 
-    /// Fills `masks`, one more than there are `drafts`, with what may come after the newest token and after each of
-    /// them. Behind a draft that may not come nothing is said: such a row decides nothing.
+    /// Fills `masks`, one more than there are `drafts`: the first with what may come after the newest token, each of
+    /// the others with what may come after a draft. After a draft that is not allowed, the masks allow everything:
+    /// those rows decide nothing.
     pub fn masks_along<'m>(&mut self, drafts: &[u32], masks: impl IntoIterator<Item = &'m mut [u32]>) {
         let mut masks = masks.into_iter();
         let mut count = 0;
@@ -164,7 +165,7 @@ impl Matcher {
         self.take_back(count);
     }
 
-    /// The tokens that are sure to come next, at most `most`: what the form, or the end of a thought, leaves no choice
+    /// The tokens that must come next, at most `most`: those that the form, or the end of a thought, leaves no choice
     /// about.
     pub fn forced(&mut self, most: usize) -> Vec<u32> {
         if self.failed.is_some() || most == 0 {
@@ -178,21 +179,22 @@ impl Matcher {
         tokens
     }
 
-    /// How many of `tokens` may come next, one after the other.
+    /// How many of `tokens`, from the first on, may come next one after the other.
     pub fn possible(&mut self, tokens: &[u32]) -> usize {
         if self.failed.is_some() {
             return 0;
         }
         match self.before {
             None if self.sure().is_empty() => {
-                // In a thought anything may come but its end, behind which the form begins.
+                // In a thought, anything but an end token may come. Counting stops after the closing tag, where the
+                // form begins.
                 let close = self.compiled.tokens.tags.as_ref().map(|(tags, _)| tags[1]);
                 let may = |token: &u32| super::is_allowed(&self.compiled.tokens.thought, *token);
                 let free = tokens.iter().take_while(|token| may(token) && Some(**token) != close).count();
                 free + usize::from(tokens.get(free).is_some_and(|token| Some(*token) == close))
             }
             Some(before) if self.taken >= before && !self.engine.is_stopped() => {
-                // An end is no draft: nothing runs behind it.
+                // An end token is no draft, since nothing runs after it.
                 let goes_on = |token: &&u32| super::is_allowed(&self.compiled.tokens.thought, **token);
                 let count = tokens.iter().take_while(goes_on).count();
                 self.engine.validate_tokens(&tokens[..count]).unwrap_or(0)
@@ -201,10 +203,10 @@ impl Matcher {
         }
     }
 
-    /// Fails if the form could not be followed so far.
+    /// Fails if the form could not be followed up to here.
     ///
     /// # Errors
-    /// [`Error::Form`]: the engine has given up, which no form should make it.
+    /// [`Error::Form`] if the engine has given up, which no form should lead to.
     pub fn check(&self) -> Result<(), Error> {
         match &self.failed {
             None => Ok(()),
@@ -214,7 +216,7 @@ impl Matcher {
         }
     }
 
-    /// Whether the form's end was reached: an end token came, or nothing else can.
+    /// Whether the form has reached its end: an end token came, or nothing else can come.
     pub fn is_at_end(&self) -> bool {
         self.before.is_some_and(|before| self.taken >= before) && self.engine.is_stopped()
     }

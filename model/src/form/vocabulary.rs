@@ -1,21 +1,21 @@
-//! A tokenizer as the grammar engine has it.
+//! A tokenizer, as the grammar engine wants it.
 
 use llguidance::toktrie::{TokRxInfo, TokTrie, TokenizerEnv};
 
 use crate::Tokenizer;
 
-/// A vocabulary as a trie of bytes, with the tokenizer that makes tokens of forced text.
+/// A vocabulary as a trie of bytes, with the tokenizer that encodes forced text.
 pub struct Vocabulary {
     tokenizer: Tokenizer,
     trie: TokTrie,
 }
 
 impl Vocabulary {
-    /// Of a tokenizer; `end_tokens`, at least one, end an answer.
+    /// The vocabulary of a tokenizer. Each of `end_tokens`, of which there must be one or more, ends an answer.
     pub fn new(tokenizer: &Tokenizer, end_tokens: &[u32]) -> Self {
         let words = (0..tokenizer.vocab_size() as u32).map(|id| {
             let bytes = tokenizer.token_bytes(id);
-            // The trie's mark of a token that no text becomes; ids without a token have no bytes.
+            // The trie's marker says that no text becomes this token. Ids without a token have no bytes.
             if tokenizer.is_special(id) && !bytes.is_empty() {
                 [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat()
             } else {

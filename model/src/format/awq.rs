@@ -1,4 +1,4 @@
-//! AWQ (version "gemm"): int4 with zeros, eight outputs a word.
+//! AWQ (version "gemm"): int4 with zeros, eight outputs in a word.
 //!
 //! ```text
 //! qweight   I32    [inputs, outputs / 8]      nibble k of word w: output 8w + (0, 2, 4, 6, 1, 3, 5, 7)[k]
@@ -6,16 +6,16 @@
 //! scales    F16    [inputs / 128, outputs]
 //! ```
 //!
-//! A row of the matrix is a column here, so words are turned around tile by tile.
+//! The matrix is stored transposed, so words are transposed tile by tile.
 
 use std::ops::Range;
 
 use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, nibble};
 use crate::{Dtype, Error};
 
-/// The output, of a word's eight, that a nibble is of.
+/// Which of a word's eight outputs each nibble belongs to.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
-/// Words of a tile beside each other: half a cache line.
+/// Words in a line of a tile: half a cache line.
 const WORDS: usize = 8;
 /// Inputs of a tile.
 const INPUTS: usize = 128;
@@ -23,7 +23,7 @@ const INPUTS: usize = 128;
 /// AutoAWQ's int4.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Awq {
-    /// Inputs that share a scale; none: all.
+    /// Inputs that share a scale; `None` for all.
     pub group: Option<usize>,
 }
 

@@ -1,8 +1,7 @@
 //! `quantization_config` of `config.json`: which weight formats a checkpoint has.
 //!
-//! Which matrices are quantised, and of several formats which one a matrix has, is not read from lists of names
-//! (`modules_to_not_convert`, `ignore`, `targets`): their rules differ from program to program, and the file says it by
-//! the tensors that it holds.
+//! Lists of names (`modules_to_not_convert`, `ignore`, `targets`) are not read, as their rules differ from program to
+//! program. The tensors in the file say which matrices are quantised, and which of several formats a matrix has.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +13,7 @@ use super::{Awq, CheckpointFormat, Fp8, Gptq, PackQuantized};
 use crate::Error;
 use crate::config::brief;
 
-/// What is refused is followed by this.
+/// The end of every refusal.
 const MEND: &str = "use the checkpoint in bf16, or one in FP8 (e4m3), AWQ (gemm, 4 bits), GPTQ (4 bits, symmetric), or \
                     compressed-tensors' W4A16 or FP8";
 
@@ -26,7 +25,7 @@ pub struct Quantization {
     formats: Vec<Arc<dyn CheckpointFormat>>,
 }
 
-/// Two are the same if they read the same formats.
+/// Two are equal if they name the same formats.
 impl PartialEq for Quantization {
     fn eq(&self, other: &Self) -> bool {
         self.method == other.method && self.name() == other.name()
@@ -53,7 +52,7 @@ impl Quantization {
         Ok(Self { method: method.to_owned(), formats })
     }
 
-    /// The formats that matrices may have: of one that fits several, the first.
+    /// The formats that matrices may have. A matrix that several of them fit has the first.
     pub fn formats(&self) -> &[Arc<dyn CheckpointFormat>] {
         &self.formats
     }
@@ -66,7 +65,7 @@ impl Quantization {
     }
 }
 
-/// The object, with what refuses a field of it.
+/// An object of the config, and what it takes to refuse its fields.
 struct Fields<'a> {
     value: &'a Value,
     path: &'a Path,
@@ -90,13 +89,13 @@ impl<'a> Fields<'a> {
         Error::UnsupportedSetting { path: self.path.to_owned(), field, value: brief(value), mend: MEND }
     }
 
-    /// Refuses a field unless it is left out, null, or one of these.
+    /// Refuses a field unless it is absent, null, or one of these values.
     fn only(&self, name: &'static str, field: &str, allowed: &[Value]) -> Result<(), Error> {
         let value = self.get(field);
         if value.is_null() || allowed.contains(value) { Ok(()) } else { Err(self.refuse(name, field)) }
     }
 
-    /// A size of groups: a number, or -1 for all inputs.
+    /// The group size: a number, or -1 for all inputs.
     fn group_size(&self, name: &'static str) -> Result<Option<usize>, Error> {
         match self.get("group_size").as_i64() {
             Some(-1) => Ok(None),
@@ -125,7 +124,7 @@ fn fp8(fields: &Fields<'_>) -> Result<Fp8, Error> {
 fn awq(fields: &Fields<'_>) -> Result<Awq, Error> {
     // Some exporters write the version in capitals.
     fields.only("quantization_config.version", "version", &["gemm".into(), "GEMM".into()])?;
-    // The names that AutoAWQ had before.
+    // Older files of AutoAWQ name it `w_bit`.
     let bits = if fields.get("bits").is_null() { "w_bit" } else { "bits" };
     fields.only("quantization_config.bits", bits, &[4.into()])?;
     fields.only("quantization_config.zero_point", "zero_point", &[true.into()])?;
@@ -177,7 +176,7 @@ fn compressed_tensors(fields: &Fields<'_>) -> Result<Vec<Arc<dyn CheckpointForma
     Ok(formats)
 }
 
-/// The format of a group of compressed-tensors, by what it says of weights and by the name of how they are packed.
+/// The format of a group of compressed-tensors, from its settings for weights and the name of the packing (`format`).
 fn scheme(group: &Fields<'_>, format: &Value) -> Result<Arc<dyn CheckpointFormat>, Error> {
     const WEIGHTS: &str = "quantization_config.config_groups";
     #[derive(Deserialize)]

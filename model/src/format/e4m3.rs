@@ -4,7 +4,7 @@
 /// The largest number.
 pub const LARGEST: f32 = 448.0;
 
-/// What each code means.
+/// The number that each code stands for.
 pub static VALUES: [f32; 256] = values();
 
 const fn values() -> [f32; 256] {
@@ -12,7 +12,7 @@ const fn values() -> [f32; 256] {
     let mut code = 0;
     while code < 256 {
         let (exponent, mantissa) = (code >> 3 & 15, (code & 7) as f32);
-        // Numbers below 2^-6 have no leading one.
+        // Numbers below 2^-6 are subnormal: they have no leading one.
         let (steps, exponent) = if exponent == 0 { (mantissa, 1) } else { (8.0 + mantissa, exponent) };
         // A step is 2^(exponent - 10).
         let step = f32::from_bits((127 + exponent as u32 - 10) << 23);
@@ -23,12 +23,12 @@ const fn values() -> [f32; 256] {
     values
 }
 
-/// What a code means, but for NaN: as [`VALUES`], in steps that vectorise.
+/// The number that a code stands for, in steps that vectorise. As [`VALUES`], except for NaN.
 #[inline(always)]
 pub fn value(code: u8) -> f32 {
     let bits = u32::from(code & 0x7f) << 20;
     let normal = f32::from_bits(bits + (120 << 23));
-    // Below 2^-6 there is no leading one: it is added with the exponent, and taken away again.
+    // Subnormals have no leading one: the exponent brings one in, and the subtraction takes it away again.
     let small = f32::from_bits(bits + (121 << 23)) - f32::from_bits(121 << 23);
     let magnitude = if bits < 8 << 20 { small } else { normal };
     f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
@@ -40,15 +40,16 @@ pub const fn is_nan(code: u8) -> bool {
     code & 0x7f == 0x7f
 }
 
-/// The code of the nearest number, of two the even one; beyond the largest number the code of that. `x` is not NaN.
+/// The code of the number nearest to `x`: of two equally near, the even code; beyond the largest number, the code of
+/// that. `x` must not be NaN.
 #[inline]
 pub fn nearest(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST);
-    // Above 2^-6 the code is a piece of the float's bits: rounded to three bits of mantissa, with another bias.
+    // From 2^-6 on, the code is a part of the float's bits, rounded to three bits of mantissa, with another bias.
     let bits = magnitude.to_bits();
     let normal = ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
-    // Below, it counts steps of 2^-9. An addition to 2^23 rounds to whole ones.
+    // Below 2^-6, the code counts steps of 2^-9. Adding 2^23 rounds to whole steps.
     let steps = (magnitude * 512.0 + 8_388_608.0).to_bits() & 0xff;
     let code = if magnitude < 1.0 / 64.0 { steps } else { normal };
     sign | code as u8

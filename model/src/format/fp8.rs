@@ -7,8 +7,8 @@
 //!                                                                compressed-tensors: channel, block, group, tensor
 //! ```
 //!
-//! Both are what a code is multiplied with, whatever the name says. Scales of activations, if there are any, are left
-//! alone: who rounds activations to FP8 finds scales for them.
+//! A code is multiplied with its scale in both forms, whatever the name says. Scales of activations, if there are any,
+//! are ignored: code that rounds activations to FP8 finds its own scales.
 
 use std::ops::Range;
 
@@ -20,14 +20,14 @@ use crate::{Dtype, Error};
 pub struct Fp8 {
     /// Name of the tensor of scales.
     pub scale: &'static str,
-    /// Outputs of a block; none: all.
+    /// Outputs of a block; `None` for all.
     pub outputs: Option<usize>,
-    /// Inputs of a block; none: all.
+    /// Inputs of a block; `None` for all.
     pub inputs: Option<usize>,
 }
 
 impl Fp8 {
-    /// Scales of a matrix in each direction.
+    /// The number of scales of a matrix in each direction.
     fn scales(&self, [outputs, inputs]: [usize; 2]) -> [usize; 2] {
         [self.outputs.map_or(1, |block| outputs.div_ceil(block)), self.inputs.map_or(1, |block| inputs.div_ceil(block))]
     }

@@ -1,4 +1,4 @@
-//! GPTQ: int4, eight inputs a word.
+//! GPTQ: int4, eight inputs in a word.
 //!
 //! ```text
 //! qweight   I32    [inputs / 8, outputs]      nibble k of word (w, o): input 8w + k of output o
@@ -8,7 +8,8 @@
 //! g_idx     I32    [inputs]                   the group of each input
 //! ```
 //!
-//! With `desc_act` the inputs of a group are anywhere; without, `g_idx` says what is known anyway.
+//! With `desc_act`, the inputs of a group may be anywhere. Without it, groups are runs of inputs, and `g_idx` is not
+//! needed.
 
 use std::ops::Range;
 
@@ -17,17 +18,17 @@ use crate::{Dtype, Error};
 
 /// Outputs of a tile: a cache line of words.
 const OUTPUTS: usize = 16;
-/// Words of a tile below each other.
+/// Words in a column of a tile.
 const WORDS: usize = 16;
 
 /// AutoGPTQ's and GPTQModel's int4, symmetric.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gptq {
-    /// Inputs that share a scale; none: all.
+    /// Inputs that share a scale; `None` for all.
     pub group: Option<usize>,
-    /// Whether the inputs of a group are listed.
+    /// Whether `g_idx` lists the group of each input.
     pub listed: bool,
-    /// What is added to a stored zero.
+    /// What is added to a stored zero to make the zero.
     pub zero_offset: u8,
 }
 

@@ -1,16 +1,16 @@
-//! Weight formats: how a matrix of weights lies in a file, and which bf16 numbers it means.
+//! Weight formats: how a matrix of weights is stored in a file, and which bf16 numbers it stands for.
 //!
-//! A weight by itself is bf16, f16 or f32. A *quantised* matrix is a code for each weight, with a scale for each group
-//! of them, and whole numbers in place of zero:
+//! A plain weight is bf16, f16 or f32. A *quantised* matrix has a code for each weight and a scale for each group of
+//! weights. With int4, each group also has a whole number that stands for zero:
 //!
 //! ```text
 //! FP8    weight = bf16(f32(e4m3 code) × f32(scale))
 //! int4   weight = bf16(f32(code − zero) × f32(scale))
 //! ```
 //!
-//! rounded once. This is the arithmetic of every format and of every path, so a token is the same on the CPU, under the
-//! emulator and on a card, whatever shares its step. It stands once, in [`Codes::to_bf16`]; a format only finds codes,
-//! scales and zeros in its file.
+//! The result is rounded once. Every format and every path uses this arithmetic, so a token is the same on the CPU,
+//! under the emulator and on a card, whatever shares its step. The arithmetic is written once, in [`Codes::to_bf16`]; a
+//! format only finds codes, scales and zeros in its file.
 //!
 //! ```text
 //! fp8         e4m3 codes, a scale for each block, row or matrix: Qwen's FP8, and compressed-tensors' float-quantized
@@ -23,16 +23,16 @@
 //! e4m3        the number format
 //! ```
 //!
-//! # Adding one
+//! # Adding a format
 //! 1. A file with a type that implements [`CheckpointFormat`]: which tensors a matrix has, and how rows become
 //!    [`Codes`].
 //! 2. In `config`, the words of `quantization_config` that name it, and those that it refuses.
 //! 3. A case in `scripts/make_golden_formats.py`: every path is then tested with it.
 //!
-//! A type of number that no file had before is a variant of [`Dtype`], too.
+//! A number format that no file had before needs a variant of [`Dtype`], too.
 
-/// Defines `fn $name(…)`, which runs `$body(…)`, a function that is always inlined, compiled for AVX2 where the machine
-/// has it. The operations are the same, and so are their results.
+/// Defines `fn $name(…)`, which runs `$body(…)`, compiled for AVX2 if the machine has it. The body must always be
+/// inlined. Both versions do the same operations, so their results are the same.
 macro_rules! widest {
     ($(#[$doc:meta])* $name:ident = $body:ident ( $($arg:ident : $type:ty),* )) => {
         $(#[$doc])*
@@ -90,7 +90,7 @@ pub enum WeightsMode {
 }
 
 impl WeightsMode {
-    /// What of a checkpoint it rounds to, if it does.
+    /// What it rounds matrices to, if it rounds.
     pub fn rounding(self) -> Option<Rounded> {
         match self {
             Self::Plain => None,
@@ -112,48 +112,49 @@ impl fmt::Display for WeightsMode {
 
 /// A way in which files hold quantised matrices.
 pub trait CheckpointFormat: fmt::Debug + Send + Sync {
-    /// What people call it, with its settings.
+    /// The name that people use, with the format's settings.
     fn name(&self) -> String;
 
-    /// What a code is.
+    /// What the format's codes are.
     fn code(&self) -> Code;
 
-    /// The tensors of a matrix of so many outputs and inputs, in an order of the format's own.
+    /// The tensors of a matrix of shape `[outputs, inputs]`, in an order that the format chooses.
     fn parts(&self, shape: [usize; 2]) -> Vec<Part>;
 
     /// Inputs that share a scale, of a matrix with `inputs` of them; the last group may be shorter.
     fn group(&self, inputs: usize) -> usize;
 
-    /// Outputs that share a scale, of a matrix with `outputs` of them; the last ones may be fewer.
+    /// Outputs that share a scale, of a matrix with `outputs` of them; the last group may be smaller.
     fn outputs_of_scale(&self, _outputs: usize) -> usize {
         1
     }
 
-    /// Outputs that are read together: [`read`](Self::read) is asked for ranges that begin at a multiple.
+    /// Outputs that are read together: the ranges that [`read`](Self::read) is given begin at a multiple of this.
     fn unit(&self) -> usize {
         1
     }
 
-    /// Whether exporters put biases of zeros beside matrices that have none.
+    /// Whether exporters add biases of zeros to matrices that have none.
     fn adds_zero_biases(&self) -> bool {
         false
     }
 
-    /// Finds codes, scales and zeros of the outputs `rows`; `out` has room for them.
+    /// Reads codes, scales and zeros of the outputs `rows` into `out`, which has room for them.
     ///
     /// # Errors
-    /// A file that cannot be read, codes that mean no number. Scales are checked by the caller.
+    /// If a file cannot be read, or a code means no number. The caller checks the scales.
     fn read(&self, matrix: &QuantizedMatrix<'_>, rows: Range<usize>, out: &mut Codes) -> Result<(), Error>;
 
-    /// The tensor that scales are in, for messages: its place among the [parts](Self::parts).
+    /// The tensor that holds the scales: its index among the [parts](Self::parts).
     fn scale_part(&self) -> usize;
 
-    /// Whether a matrix's scales are bf16, and so is each zero times its scale.
+    /// Whether a matrix's scales are bf16, and so is each zero times its scale: the product needs no rounding.
     fn has_bf16_zeros(&self, matrix: &QuantizedMatrix<'_>) -> bool {
         matrix.part(self.scale_part()).dtype == Dtype::Bf16
     }
 
-    /// Bytes of a matrix's codes, scales and zeros, as tight as the format has them; `stored` are those of its parts.
+    /// Bytes of a matrix's codes, scales and zeros, packed as tightly as the format allows. `stored` is the bytes of
+    /// its parts.
     fn compact_bytes(&self, _shape: [usize; 2], stored: u64) -> u64 {
         stored
     }
@@ -164,7 +165,7 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync {
 pub enum Code {
     /// A number of FP8.
     E4m3,
-    /// A whole number from 0 to 15, from which a zero is taken.
+    /// A whole number from 0 to 15, from which the zero is subtracted.
     Int4,
 }
 
@@ -173,7 +174,7 @@ impl Code {
     const fn largest(self) -> f32 {
         match self {
             Self::E4m3 => e4m3::LARGEST,
-            // Some have 16 in place of zero.
+            // A zero may be 16 (a stored 15 with GPTQ's offset).
             Self::Int4 => 16.0,
         }
     }
@@ -193,7 +194,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// One that must be there, with this shape.
+    /// A part that must be there, with this shape.
     fn new(suffix: &'static str, dtypes: &'static [Dtype], shape: impl Into<Vec<usize>>) -> Self {
         Self { suffix, dtypes, shapes: vec![shape.into()], optional: false }
     }
@@ -204,11 +205,11 @@ impl Part {
 pub struct Codes {
     /// A code for each weight: `[rows, inputs]`.
     pub codes: Vec<u8>,
-    /// `[rows, groups]`. Blocks of several rows have theirs repeated.
+    /// Scales, `[rows, groups]`. Rows of the same block repeat its scales.
     pub scales: Vec<f32>,
-    /// `[rows, groups]`; of FP8 there are none.
+    /// Zeros, `[rows, groups]`; empty for FP8.
     pub zeros: Vec<u8>,
-    /// The group of each input, where these are not runs of equal length: `[inputs]`.
+    /// The group of each input, `[inputs]`; `None` if groups are runs of equal length.
     pub group_of: Option<Vec<u32>>,
 }
 
@@ -222,7 +223,7 @@ impl Codes {
         self.group_of = None;
     }
 
-    /// The weights that these codes mean, as little-endian bf16: `[rows, inputs]`. Scales are within
+    /// The weights that these codes stand for, as little-endian bf16, `[rows, inputs]`. Scales must be within
     /// [bounds](Self::first_bad_scale).
     pub fn to_bf16(&self, code: Code, inputs: usize, group: usize, out: &mut [u8]) {
         let groups = inputs.div_ceil(group);
@@ -245,10 +246,10 @@ impl Codes {
         }
     }
 
-    /// The first scale, by its place in `scales`, that is not finite or makes a weight that bf16 cannot hold.
+    /// The index in `scales` of the first scale that is not finite, or makes a weight that bf16 cannot hold.
     pub fn first_bad_scale(&self, code: Code) -> Option<usize> {
         let most = f32::from(half::bf16::MAX) / code.largest();
-        // NaN is in no range.
+        // NaN is in no range, so it is found as well.
         self.scales.iter().position(|scale| !(0.0..=most).contains(&scale.abs()))
     }
 }
@@ -287,7 +288,8 @@ fn int4(code: u8, zero: u8, scale: f32) -> [u8; 2] {
     rounded_bf16((i32::from(code) - i32::from(zero)) as f32 * scale)
 }
 
-/// To the nearest bf16, of two the even one; `x` is finite. Unlike the conversion of the crate `half` it vectorises.
+/// `x` rounded to the nearest bf16, and to the even one of two equally near. `x` must be finite. Unlike the conversion
+/// of the crate `half`, this vectorises.
 #[inline(always)]
 fn rounded_bf16(x: f32) -> [u8; 2] {
     let bits = x.to_bits();
@@ -303,7 +305,8 @@ const fn nibbles(word: u32) -> [u8; 8] {
     ((x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f).to_le_bytes()
 }
 
-/// Writes the nibbles of words, the lowest of each first; of the last word as many as there is room for.
+/// Writes the nibbles of words to `codes`, the lowest nibble of each word first. Of the last word it writes as many as
+/// there is room for.
 #[inline(always)]
 fn unpack(words: impl IntoIterator<Item = u32>, codes: &mut [u8]) {
     let mut words = words.into_iter();

@@ -1,4 +1,4 @@
-//! compressed-tensors' `pack-quantized` int4 (W4A16): eight inputs a word, row by row.
+//! compressed-tensors' `pack-quantized` int4 (W4A16): eight inputs in a word, row by row.
 //!
 //! ```text
 //! weight_packed       I32    [outputs, inputs / 8]         nibble k of word w: input 8w + k, plus 8
@@ -8,24 +8,24 @@
 //! weight_g_idx        I32    [inputs]                      the group of each input, where `actorder` is "group"
 //! ```
 //!
-//! `weight_shape` says what the config says.
+//! `weight_shape` is not read, as it repeats what the config says.
 
 use std::ops::Range;
 
 use super::{CheckpointFormat, Code, Codes, Part, QuantizedMatrix, nibbles, unpack};
 use crate::{Dtype, Error};
 
-/// What stands for zero where weights are symmetric.
+/// The code that stands for zero if weights are symmetric.
 const MIDDLE: u8 = 8;
 
 /// compressed-tensors' packed int4.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PackQuantized {
-    /// Inputs that share a scale; none: all.
+    /// Inputs that share a scale; `None` for all.
     pub group: Option<usize>,
-    /// Whether there are no zeros.
+    /// Whether no zeros are stored.
     pub symmetric: bool,
-    /// Whether the inputs of a group are listed.
+    /// Whether `weight_g_idx` lists the group of each input.
     pub listed: bool,
 }
 

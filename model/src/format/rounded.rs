@@ -1,13 +1,13 @@
-//! Quantised while loading: what `--weights fp8` and `--weights int4` make of weights that stand by themselves. Of f16
-//! and f32 their bf16 is rounded.
+//! Quantising while loading: what `--weights fp8` and `--weights int4` make of plain weights. Weights in f16 and f32
+//! are rounded to bf16 first.
 //!
-//! - FP8: blocks of 128 × 128, as the official checkpoints have them. The scale is the largest magnitude over 448, in
+//! - FP8: blocks of 128 × 128, as in the official checkpoints. The scale is the largest magnitude divided by 448, in
 //!   bf16.
-//! - int4, round to nearest: groups of 128 inputs. The 16 steps reach from the least weight to the greatest, zero is
-//!   one of them, and the scale is rounded first: to the nearest bf16 whose product with the zero is a bf16 too. So one
-//!   instruction makes two weights of their codes, and a normal distribution's squared error grows by 0.1 %. Without a
-//!   zero of its own, a group whose weights reach further to one side would waste steps on the other. AWQ and GPTQ,
-//!   which look at activations, lose less.
+//! - int4, round to nearest: groups of 128 inputs. The 16 steps reach from the least weight to the greatest, and zero
+//!   is one of them. The scale is rounded first, to the nearest bf16 whose product with the zero is a bf16 too. Then
+//!   one instruction makes two weights of their codes; the squared error of a normal distribution grows by 0.1 %. Each
+//!   group has a zero of its own, since a group whose weights reach further to one side would otherwise waste steps on
+//!   the other. AWQ and GPTQ, which look at activations, lose less.
 
 use std::ops::Range;
 
@@ -18,9 +18,9 @@ use crate::{Dtype, Error};
 
 /// Outputs and inputs of a block of FP8; inputs of a group of int4.
 const BLOCK: usize = 128;
-/// Added to a float, and taken away again, this rounds to a whole number, of two to the even one.
+/// Adding this to a float and subtracting it again rounds to the nearest whole number, and to the even one of two.
 const WHOLE: f32 = 12_582_912.0;
-/// Magnitudes below it are zero: their scale would have no reciprocal.
+/// Magnitudes below this become zero: their scale would have no finite reciprocal.
 const LEAST: f32 = 1e-30;
 
 /// Weights rounded while they are read.
@@ -81,7 +81,7 @@ impl CheckpointFormat for Rounded {
         let groups = inputs.div_ceil(BLOCK);
         let bytes = match self {
             Self::Fp8 => outputs * inputs + 4 * outputs.div_ceil(BLOCK) * groups,
-            // A scale of two bytes, and half a byte of zero.
+            // A scale of two bytes, and a zero of half a byte.
             Self::Int4 => outputs * inputs.div_ceil(2) + outputs * groups * 5 / 2,
         };
         bytes as u64
@@ -112,29 +112,29 @@ impl CheckpointFormat for Rounded {
 
 #[inline(always)]
 fn wide(bytes: [u8; 2]) -> f32 {
-    // Of what is finite.
+    // Weights are finite here.
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
 widest! {
-    /// Some rows of one row of blocks, which are whole.
+    /// Quantises the rows of one row of blocks. All of its rows must be there, since they share scales.
     fp8 = fp8_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32])
 }
 
 widest! {
-    /// Rows, each in groups.
+    /// Quantises rows, group by group.
     int4 = int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [f32], zeros: &mut [u8])
 }
 
-/// A bf16 as a number of the same order: negative ones are turned around, so that whole numbers are compared, which
-/// vectorises.
+/// An integer that orders as the bf16 does: the magnitude bits of negative numbers are inverted. Comparisons of
+/// integers vectorise.
 #[inline(always)]
 fn ordered(bytes: [u8; 2]) -> i16 {
     let bits = i16::from_le_bytes(bytes);
     bits ^ (bits >> 15 & 0x7fff)
 }
 
-/// The bf16 that it is of.
+/// The bf16 of an integer that `ordered` made.
 #[inline(always)]
 fn unordered(order: i16) -> f32 {
     bf16::from_bits((order ^ (order >> 15 & 0x7fff)) as u16).to_f32()
@@ -163,8 +163,8 @@ fn fp8_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut [
     }
 }
 
-/// The nearest to a bf16 of those whose product with `zero` is one: the product of two whole numbers has no more bits
-/// than both together.
+/// The bf16 nearest to `scale` whose product with `zero` is a bf16 too. Dropping bits of the scale is enough: the
+/// product of two whole numbers has no more bits than both have together.
 #[inline(always)]
 fn with_room_for(zero: u8, scale: f32) -> f32 {
     let odd = u32::from(zero) >> zero.trailing_zeros().min(7);
@@ -180,7 +180,7 @@ fn int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut 
     let groups = weights.chunks_exact(inputs).flat_map(|row| row.chunks(BLOCK));
     let codes = codes.chunks_exact_mut(inputs).flat_map(|row| row.chunks_mut(BLOCK));
     for (((weights, codes), scale), zero) in groups.zip(codes).zip(scales).zip(zeros) {
-        // Zero is within, even if every weight is on one side of it.
+        // Zero is within the range, even if every weight is on one side of it.
         let (mut least, mut most) = (0, 0);
         for &bytes in weights {
             least = least.min(ordered(bytes));
@@ -198,7 +198,7 @@ fn int4_body(weights: &[[u8; 2]], inputs: usize, codes: &mut [u8], scales: &mut 
         let whole = |x: f32| (x * inverse + WHOLE) - WHOLE;
         for (code, &bytes) in codes.iter_mut().zip(weights) {
             let step = (whole(wide(bytes)) + middle).clamp(0.0, 15.0);
-            // A whole number of so few bits stands at the end of the float's, once it is so large.
+            // A small whole number stands in the float's lowest bits once `WHOLE` is added to it.
             *code = (step + WHOLE).to_bits() as u8;
         }
     }
@@ -214,7 +214,7 @@ mod tests {
     }
 
     proptest! {
-        /// No weight is further off than half a step, and zero is zero.
+        /// No weight is off by more than about half a step, and zero stays zero.
         #[test]
         fn int4_is_the_nearest_step(values in prop::collection::vec(-3f32..4.0, 260), shift in -5f32..5.0) {
             let value = |(i, x): (usize, &f32)| if i == 7 { 0.0 } else { x + shift };
@@ -227,8 +227,8 @@ mod tests {
                 let (zero, scale) = (zeros[group], scales[group]);
                 let of_zero = f32::from(zero) * scale;
                 prop_assert_eq!(bf16::from_f32(of_zero).to_f32(), of_zero);
-                // The place of zero was rounded: the ends may be cut by half a step more. And so was the scale, by half
-                // of its last place, if the zero is no power of two.
+                // The place of zero is rounded, so the ends may be cut off by half a step more. The scale is rounded
+                // too, by half of its last place, if the zero is no power of two.
                 let odd = zero >> zero.trailing_zeros().min(7);
                 let lost = if odd <= 1 { 0.0 } else { 2f32.powi(odd.ilog2() as i32 + 1 - 8) };
                 let cut = f32::from(zero.max(15 - zero)) * lost;

@@ -7,7 +7,7 @@ use super::{CheckpointFormat, Code, Codes};
 use crate::checkpoint::{Tensor, TensorId};
 use crate::{Checkpoint, Error};
 
-/// Codes that are turned into weights at a time: with what comes of them they stay in a core's own cache.
+/// Codes that are converted at a time. With the weights that they become, they stay in a core's own cache.
 const CODES: usize = 64 << 10;
 
 /// A weight: a matrix `[outputs, inputs]`, row-major as PyTorch stores a `Linear`, or a vector.
@@ -23,7 +23,7 @@ enum Stored<'a> {
     Quantized(QuantizedMatrix<'a>),
 }
 
-/// A matrix of which a file holds codes, or which is to be quantised as it is read.
+/// A matrix that a file holds as codes, or that is quantised while it is read.
 #[derive(Debug, Clone)]
 pub struct QuantizedMatrix<'a> {
     checkpoint: &'a Checkpoint,
@@ -34,20 +34,20 @@ pub struct QuantizedMatrix<'a> {
 /// Handle of a weight within its checkpoint.
 #[derive(Debug, Clone)]
 pub(crate) enum WeightId {
-    /// A tensor by itself.
+    /// A tensor of floats.
     Plain(TensorId),
-    /// Codes.
+    /// A matrix of codes.
     Quantized(Arc<QuantizedId>),
 }
 
 /// Handle of a quantised matrix.
 #[derive(Debug)]
 pub(crate) struct QuantizedId {
-    /// Name of the layer with `.weight`.
+    /// The layer's name, with `.weight`.
     pub(crate) name: String,
     pub(crate) shape: [usize; 2],
     pub(crate) format: Arc<dyn CheckpointFormat>,
-    /// As [`CheckpointFormat::parts`] lists them; none for one that is left out.
+    /// In the order of [`CheckpointFormat::parts`]; `None` for a part that is left out.
     pub(crate) parts: Vec<Option<TensorId>>,
 }
 
@@ -63,7 +63,7 @@ impl<'a> Weight<'a> {
         Self { checkpoint, stored }
     }
 
-    /// Its name: that of the layer, with `.weight` or `.bias`.
+    /// The weight's name: that of the layer, with `.weight` or `.bias`.
     pub fn name(&self) -> &str {
         match &self.stored {
             Stored::Plain(tensor) => tensor.name,
@@ -79,12 +79,12 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// How many weights it has.
+    /// Number of weights in it.
     pub fn elements(&self) -> usize {
         self.shape().iter().product()
     }
 
-    /// The tensor, if it holds weights by themselves.
+    /// The tensor, if it is not quantised.
     pub fn plain(&self) -> Option<Tensor<'a>> {
         match &self.stored {
             Stored::Plain(tensor) => Some(*tensor),
@@ -92,7 +92,7 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// The matrix, if it has codes.
+    /// The matrix, if it is quantised.
     pub fn quantized(&self) -> Option<&QuantizedMatrix<'a>> {
         match &self.stored {
             Stored::Plain(_) => None,
@@ -100,30 +100,31 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// Weights that are best read together: reads that begin and end at a multiple do nothing twice.
+    /// Weights that are best read together: reads that begin and end at multiples of this do no work twice.
     pub fn unit(&self) -> usize {
         self.quantized().map_or(1, |matrix| matrix.format().unit() * matrix.shape()[1])
     }
 
-    /// Reads weights from element `first` on, row-major, as little-endian bf16: `out` is filled with them. Every one is
-    /// finite.
+    /// Reads weights from element `first` on, row-major, as little-endian bf16, and fills `out` with them. All of them
+    /// are finite.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or would be in bf16; a file that cannot be read, or is shorter than it was.
+    /// If a weight is NaN or infinite, or would be in bf16, or if a file cannot be read or has become shorter.
     ///
     /// # Panics
-    /// If there are not so many: a bug of the caller.
+    /// If the weight has fewer elements: a bug of the caller.
     pub fn read_bf16(&self, first: usize, out: &mut [u8]) -> Result<(), Error> {
         self.read_bf16_and(first, out, &mut |_, _| {})
     }
 
-    /// The same, and shows the rows of codes that the weights are made of, if they are; some more than once.
+    /// As [`read_bf16`](Self::read_bf16). If the weight is quantised, `seen` is also called with the rows that were
+    /// read and their codes; it may see a row more than once.
     ///
     /// # Errors
     /// As [`read_bf16`](Self::read_bf16).
     ///
     /// # Panics
-    /// As it.
+    /// As [`read_bf16`](Self::read_bf16).
     pub fn read_bf16_and(
         &self,
         first: usize,
@@ -143,7 +144,7 @@ impl<'a> QuantizedMatrix<'a> {
         self.id.shape
     }
 
-    /// How it is stored.
+    /// The format in which it is stored.
     pub fn format(&self) -> &dyn CheckpointFormat {
         &*self.id.format
     }
@@ -163,19 +164,19 @@ impl<'a> QuantizedMatrix<'a> {
         [self.format().outputs_of_scale(self.shape()[0]), self.group()]
     }
 
-    /// Whether its scales are bf16, and so is each zero times its scale.
+    /// Whether its scales are bf16, and so is each zero times its scale: the product needs no rounding.
     pub fn has_bf16_zeros(&self) -> bool {
         self.format().has_bf16_zeros(self)
     }
 
-    /// Reads codes, scales and zeros of the outputs `rows`, which begin at a multiple of the format's
-    /// [unit](CheckpointFormat::unit). Scales are within [bounds](Codes::first_bad_scale), and no code is NaN.
+    /// Reads codes, scales and zeros of the outputs `rows`, which must begin at a multiple of the format's
+    /// [unit](CheckpointFormat::unit). The scales are then within [bounds](Codes::first_bad_scale), and no code is NaN.
     ///
     /// # Errors
-    /// A scale or a code that means no number; a file that cannot be read.
+    /// If a scale or a code means no number, or a file cannot be read.
     ///
     /// # Panics
-    /// If the rows are none of its own, or begin elsewhere: a bug of the caller.
+    /// If the matrix has no such rows, or they begin elsewhere: a bug of the caller.
     pub fn read_codes(&self, rows: Range<usize>, out: &mut Codes) -> Result<(), Error> {
         let [outputs, inputs] = self.shape();
         assert!(rows.end <= outputs && rows.start.is_multiple_of(self.format().unit()), "rows {rows:?} of {outputs}");
@@ -205,7 +206,7 @@ impl<'a> QuantizedMatrix<'a> {
             let rows = row..end.min(row + step);
             self.read_codes(rows.clone(), &mut codes)?;
             seen(rows.clone(), &codes);
-            // What of them is asked for.
+            // The part of these rows that was asked for.
             let found = rows.start * inputs..rows.end * inputs;
             let wanted = found.start.max(first)..found.end.min(last);
             let here = &mut out[2 * (wanted.start - first)..2 * (wanted.end - first)];
@@ -220,25 +221,25 @@ impl<'a> QuantizedMatrix<'a> {
         Ok(())
     }
 
-    /// One of its tensors, by its place among the format's parts.
+    /// One of the matrix's tensors, by its index among the format's parts.
     ///
     /// # Panics
-    /// If it is left out: a bug of the format.
+    /// If this part is left out: a bug of the format.
     pub fn part(&self, index: usize) -> Tensor<'a> {
         self.parts[index].unwrap_or_else(|| panic!("{} has no part {index}", self.id.name))
     }
 
-    /// Reads stored bytes of a tensor, from byte `at` on.
+    /// Reads stored bytes of a part, from byte `at` on.
     pub(super) fn read_part(&self, index: usize, at: usize, out: &mut [u8]) -> Result<(), Error> {
         self.checkpoint.read_stored(self.part(index).name, at, out)
     }
 
-    /// Reads weights of the only tensor, which holds them by themselves, as bf16.
+    /// Reads weights as bf16, from element `first` on, of the only part, which is not quantised.
     pub(super) fn read_plain(&self, first: usize, out: &mut [u8]) -> Result<(), Error> {
         self.checkpoint.read_bf16(&self.part(0), first, out)
     }
 
-    /// The list of each input's group.
+    /// The group of each input, from the part that lists them.
     pub(super) fn group_list(&self, index: usize, groups: usize) -> Result<Vec<u32>, Error> {
         let tensor = self.part(index);
         let list: Vec<u32> = tensor.data.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect();

@@ -14,12 +14,12 @@ use super::{HubOptions, home, is_true, path_variable, variable};
 use crate::Error;
 
 const PUBLIC_HUB: &str = "https://huggingface.co";
-/// A server that says nothing for so long says nothing more.
+/// A server that is silent for this long is given up.
 const PATIENCE: Duration = Duration::from_secs(60);
 const CONNECT: Duration = Duration::from_secs(20);
-/// Most bytes of an answer about a repository.
+/// Most bytes of an answer that describes a repository.
 const MOST_METADATA: u64 = 64 << 20;
-/// Most pages of a list of files, and most steps from a file to where it says what it is.
+/// Most pages of a list of files, and most redirects to the server that describes a file.
 const MOST_STEPS: usize = 100;
 
 /// A connection to the hub.
@@ -31,11 +31,11 @@ pub(super) struct Client {
 
 /// Why the hub did not do what it was asked.
 pub(super) struct Failure {
-    /// In a clause.
+    /// The reason, as a clause.
     pub reason: String,
     /// What to do about it.
     pub mend: &'static str,
-    /// Whether it may go well another time.
+    /// Whether another attempt may succeed.
     pub passing: bool,
 }
 
@@ -46,9 +46,9 @@ pub(super) struct Revision {
     pub files: Vec<String>,
 }
 
-/// What the hub says of a file before it sends it.
+/// What the hub says about a file before it sends it.
 pub(super) struct FileInfo {
-    /// The name of its content in the cache.
+    /// The name of the file's content in the cache.
     pub etag: String,
     pub size: Option<u64>,
 }
@@ -115,7 +115,7 @@ impl Client {
         if let Some(siblings) = info.get("siblings") {
             return Ok(Revision { commit, files: names(siblings, "rfilename") });
         }
-        // A mirror may not list them there.
+        // A mirror may not list the files there.
         let mut files = Vec::new();
         let mut next = Some(format!("{}/api/models/{id}/tree/{commit}", self.endpoint));
         for _ in 0..MOST_STEPS {
@@ -140,8 +140,8 @@ impl Client {
         format!("{}/{id}/resolve/{commit}/{name}", self.endpoint)
     }
 
-    /// What the hub says of the file at `url`. It says so itself; where it sends readers to is another server, which is
-    /// not asked.
+    /// What the hub says about the file at `url`. The hub itself says it: if it redirects readers to another server,
+    /// that server is not asked.
     pub fn file_info(&self, url: &str) -> Result<FileInfo, Failure> {
         let mut url = url.to_owned();
         for _ in 0..MOST_STEPS {
@@ -155,7 +155,7 @@ impl Client {
             let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
             let elsewhere = text("location").filter(|_| response.status().is_redirection());
             if let (Some(path), None) = (elsewhere.filter(|to| to.starts_with('/')), text("x-linked-etag")) {
-                // The rest of the address is that of the server that sent us there.
+                // A path alone stays on the server that redirected.
                 let root = url.find("://").and_then(|at| Some(at + 3 + url[at + 3..].find('/')?)).unwrap_or(url.len());
                 url = format!("{}{path}", &url[..root]);
                 continue;
@@ -168,14 +168,15 @@ impl Client {
             if !is_file_name(etag) {
                 return Err(Failure::odd("the hub does not say which version of a file it has"));
             }
-            // The length of an answer that only sends us elsewhere is not the file's.
+            // The length of a redirect is not the file's length.
             let size = text("x-linked-size").or_else(|| text("content-length").filter(|_| elsewhere.is_none()));
             return Ok(FileInfo { etag: etag.to_owned(), size: size.and_then(|size| size.parse().ok()) });
         }
         Err(Failure::odd("the hub sends us in circles"))
     }
 
-    /// The file at `url`, or a part of it: then the answer may be the whole all the same, if its status is 200.
+    /// Requests the file at `url`, or a part of it. Asked for a part, the hub may still answer with the whole file: the
+    /// status is 200 then.
     pub fn get(&self, url: &str, part: Option<&str>) -> Result<Response<Body>, Failure> {
         let mut request = self.agent.get(url);
         if let Some(token) = &self.token {
@@ -185,14 +186,15 @@ impl Client {
             request = request.header("Range", format!("bytes={part}"));
         }
         let response = request.call()?;
-        // A part behind the end is for the caller to see.
+        // The caller handles a part that lies behind the file's end.
         if !(part.is_some() && response.status() == StatusCode::RANGE_NOT_SATISFIABLE) {
             check(&response)?;
         }
         Ok(response)
     }
 
-    /// Some bytes of the file at `url`, or fewer where it ends, and the file's length if the hub says it.
+    /// The bytes `range` of the file at `url`, fewer if the file ends earlier, and the file's length if the hub says
+    /// it.
     pub fn bytes(&self, url: &str, range: Range<u64>) -> Result<(Vec<u8>, Option<u64>), Failure> {
         if range.is_empty() {
             return Ok((Vec::new(), None));
@@ -206,7 +208,7 @@ impl Client {
         if !whole && response.status() != StatusCode::PARTIAL_CONTENT {
             return Ok((Vec::new(), length));
         }
-        // Of a whole file no more is read than the part that was wanted; the connection is then dropped.
+        // If the whole file comes, only the wanted part is read; the connection is then dropped.
         let skipped = if whole { range.start } else { 0 };
         let mut reader = response.body_mut().as_reader().take(skipped + (range.end - range.start));
         let mut bytes = Vec::new();
@@ -216,7 +218,7 @@ impl Client {
     }
 }
 
-/// The key to private and gated models: of the environment, else what `hf auth login` has left.
+/// The access token for private and gated models: from the environment, else the one that `hf auth login` has saved.
 fn token() -> Option<String> {
     let clean = |text: String| Some(text.trim().to_owned()).filter(|token| !token.is_empty());
     if let Some(token) = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")) {
@@ -230,7 +232,7 @@ fn token() -> Option<String> {
     clean(String::from_utf8(text).ok()?)
 }
 
-/// Whether a name is that of a file, here and in an address, as it stands.
+/// Whether a name is a plain file name, which needs no escaping on disk or in an address.
 fn is_file_name(name: &str) -> bool {
     !name.is_empty()
         && !name.starts_with('.')
@@ -256,7 +258,7 @@ fn check(response: &Response<Body>) -> Result<(), Failure> {
         ("RepoNotFound", _) => ("there is no such repository".to_owned(), ID),
         ("RevisionNotFound", _) => ("there is no such revision".to_owned(), REVISION),
         ("EntryNotFound", _) => ("a file is not there".to_owned(), REVISION),
-        // Without a key, the hub answers so for what is not there, too.
+        // Without a token, the hub answers this for what does not exist, too.
         (_, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
             let said = text("x-error-message").map(|said| format!(" ({})", one_line(said))).unwrap_or_default();
             (format!("access is refused{said}"), ACCESS)
@@ -270,7 +272,7 @@ fn check(response: &Response<Body>) -> Result<(), Failure> {
     Err(Failure { reason, mend, passing: status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS })
 }
 
-/// What others say, fit for a sentence: one line of a sensible length, without control characters.
+/// Text from outside, made fit for a sentence: one line of a sensible length, without control characters.
 fn one_line(text: &str) -> String {
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
     text.trim().trim_end_matches('.').to_owned()

@@ -1,4 +1,4 @@
-//! A model's files into the cache: several at once, each from where an earlier run has left it.
+//! Downloads a model's files into the cache: several at once, each continued from where an earlier run stopped.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -12,9 +12,9 @@ use super::{CONFIG, HubOptions, INDEX, SINGLE, TOKENIZER};
 use crate::Error;
 use crate::source::DownloadProgress;
 
-/// Files that are fetched at once: one connection does not fill a good line.
+/// Files that are fetched at once: one connection does not use all of a fast line.
 const AT_ONCE: usize = 6;
-/// Attempts in a row that bring nothing.
+/// Attempts in a row, none of which brings anything, before a file is given up.
 const ATTEMPTS: u32 = 5;
 const BUFFER: usize = 1 << 20;
 const DISK: &str = "check the free space and permissions of the cache directory (HF_HOME)";
@@ -26,13 +26,13 @@ struct Wanted {
     info: FileInfo,
 }
 
-/// A file has so many bytes.
+/// Progress: this many bytes of a file are here.
 struct Moved {
     file: usize,
     bytes: u64,
 }
 
-/// Downloads a model into the local cache; gives the snapshot's directory.
+/// Downloads a model into the local cache. Returns the snapshot's directory.
 pub(super) fn download(
     options: &HubOptions,
     id: &str,
@@ -56,11 +56,11 @@ pub(super) fn download(
     fetched().map_err(|failure| failure.of(id, revision))
 }
 
-/// The files of a repository that matter here.
+/// The files of a repository that are needed here.
 fn wanted(files: &[String]) -> Vec<String> {
     let single = files.iter().any(|name| name == SINGLE);
     let weights = |name: &str| match single {
-        // What a checkpoint is opened by, where there are shards as well.
+        // With shards as well, a checkpoint is opened from the single file.
         true => name == SINGLE,
         false => name == INDEX || (name.starts_with("model") && name.ends_with(".safetensors")),
     };
@@ -84,7 +84,7 @@ fn describe(client: &Client, names: Vec<String>, url: impl Fn(&str) -> String) -
     Ok(files.map(|((name, url), (_, info))| Wanted { name, url, info }).collect())
 }
 
-/// Does something with each of `0..count`, several at once; `stop` is set when one has failed. Gives the first failure.
+/// Calls `work` with each of `0..count`, several at once. `stop` is set once one has failed. Returns the first failure.
 fn each(count: usize, work: impl Fn(usize, &AtomicBool) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
     let next = Mutex::new(0..count);
     let stop = AtomicBool::new(false);
@@ -105,7 +105,7 @@ fn each(count: usize, work: impl Fn(usize, &AtomicBool) -> Result<(), Failure> +
     failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-/// Tries again what may go well another time.
+/// Retries failures that may pass.
 fn retried<T>(mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Failure> {
     for tried in 1.. {
         match attempt() {
@@ -116,12 +116,12 @@ fn retried<T>(mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, Fail
     unreachable!("the last attempt returns")
 }
 
-/// Half a second, then twice as long each time.
+/// Waits half a second after the first attempt, and twice as long after each further one.
 fn wait(tried: u32) {
     std::thread::sleep(Duration::from_millis(250 << tried));
 }
 
-/// Fetches all files that are not in the cache, and tells on this thread how far it is.
+/// Fetches all files that are not in the cache. Reports progress on this thread.
 fn fetch_all(
     client: &Client,
     cache: &Cache,
@@ -135,7 +135,7 @@ fn fetch_all(
         let worker = scope.spawn(move || {
             each(files.len(), |file, stop| {
                 let moved = |bytes| {
-                    // The receiver outlives the download; were it gone, nobody would care for progress.
+                    // The receiver lives longer than the download. If it were gone, nobody would need the progress.
                     let _ = sender.send(Moved { file, bytes });
                 };
                 fetch(client, cache, &files[file], stop, &moved)
@@ -143,7 +143,7 @@ fn fetch_all(
         });
         let mut here = vec![0; files.len()];
         let mut told = 0;
-        // The loop ends with the workers, which hold the senders.
+        // The loop ends when the workers do: they hold the senders.
         for Moved { file, bytes } in received {
             here[file] = bytes;
             let sum: u64 = here.iter().sum();
@@ -157,7 +157,7 @@ fn fetch_all(
 /// Fetches a file, unless it is in the cache.
 fn fetch(client: &Client, cache: &Cache, file: &Wanted, stop: &AtomicBool, moved: &dyn Fn(u64)) -> Result<(), Failure> {
     let blob = cache.blob(&file.info.etag);
-    // Others may be fetching the same file; it is theirs till they are done, or gone.
+    // Another process may be fetching the same file. It holds the lock until it is done, or gone.
     let _lock = cache.lock(&file.info.etag)?;
     if let Ok(metadata) = fs::metadata(&blob) {
         moved(metadata.len());
@@ -187,7 +187,7 @@ fn fetch(client: &Client, cache: &Cache, file: &Wanted, stop: &AtomicBool, moved
     fs::rename(&unfinished, &blob).map_err(|e| disk(&e))
 }
 
-/// Receives what is missing of a file behind the `here` bytes of `out`. False if it was told to stop.
+/// Receives the rest of a file, behind the `here` bytes that `out` has. Returns false if `stop` was set first.
 fn receive(
     client: &Client,
     file: &Wanted,
@@ -206,7 +206,8 @@ fn receive(
     }
     let part = (*here > 0).then(|| format!("{here}-"));
     let mut response = client.get(&file.url, part.as_deref())?;
-    // The whole although a part was asked for, or a part that there is not: what is here is of no use.
+    // The whole file came although a part was asked for, or there is no such part: the bytes that are here are of no
+    // use.
     let is_part = response.status().as_u16() == 206;
     if *here > 0 && !is_part {
         begin_anew(out, here)?;
@@ -260,7 +261,7 @@ struct Cache {
 
 impl Cache {
     fn open(repository: PathBuf) -> Result<Self, Failure> {
-        // Where Hugging Face's tools have their locks.
+        // Hugging Face's tools have their locks here.
         let locks = match (repository.parent(), repository.file_name()) {
             (Some(cache), Some(name)) => cache.join(".locks").join(name),
             _ => repository.join(".locks"),
@@ -274,7 +275,7 @@ impl Cache {
         self.repository.join("blobs").join(name)
     }
 
-    /// Held until the file is dropped.
+    /// Locks a blob until the returned file is dropped.
     fn lock(&self, etag: &str) -> Result<File, Failure> {
         let path = self.locks.join(format!("{etag}.lock"));
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| disk(&e))?;
@@ -295,7 +296,7 @@ impl Cache {
         Ok(snapshot)
     }
 
-    /// Takes down the commit that a branch or tag stood at.
+    /// Records the commit that a branch or tag stands at.
     fn note_revision(&self, revision: &str, commit: &str) -> Result<(), Failure> {
         let path = self.repository.join("refs").join(revision);
         let written = || {

@@ -1,4 +1,4 @@
-//! A model on the hub as far as `config.json` and the headers of its weights tell.
+//! The outline of a model on the hub: what `config.json` and the headers of its weights tell.
 
 use std::path::PathBuf;
 
@@ -56,7 +56,7 @@ impl RemoteFiles for Remote {
         let read = || {
             let (mut bytes, length) = self.client.bytes(&url, 0..8)?;
             let announced = bytes.first_chunk().map_or(0, |first| u64::from_le_bytes(*first));
-            // What announces more is refused by its first bytes.
+            // A file that announces a longer header is refused by these first bytes alone.
             if announced <= LARGEST_HEADER {
                 bytes.extend(self.client.bytes(&url, 8..8 + announced)?.0);
             }

@@ -1,33 +1,34 @@
-//! Texts that are too long, told without making tokens of all of them.
+//! Recognises texts that are too long, without making tokens of all of them.
 
 use serde_json::Value;
 
 use super::{Around, ByteTable, Encoder, Tokenizer, byte_of_char};
 use crate::Error;
 
-/// What became of a text.
+/// The result of encoding a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Encoded {
     /// Its tokens.
     Tokens(Vec<u32>),
-    /// It has more than were allowed: at least so many.
+    /// The text has more tokens than allowed: at least this many.
     AtLeast(usize),
 }
 
-/// Bytes of a text that is counted part by part.
+/// Bytes of a part, when tokens are counted part by part.
 const PART: usize = 64 << 10;
-/// Texts of so many bytes are encoded at once, whatever they are.
+/// Texts of up to this many bytes are encoded at once, whatever they are.
 const SHORT: usize = 256 << 10;
-/// Tokens that a cut may add to those of a text: those of a run of blanks, or of a special token that it goes through.
+/// Tokens that a cut may add to those of a text, when it goes through a run of blanks or a special token.
 const CUT: usize = 32;
-/// A normaliser that composes characters makes at most a third of their bytes (U+0390, syllables of Hangul).
+/// A normaliser that composes characters leaves at least one of so many bytes (U+0390, syllables of Hangul).
 const COMPOSED: usize = 3;
 
 impl Tokenizer {
     /// Token ids of a text, as [`encode_with`](Self::encode_with) gives them, if they are `most` or fewer.
     ///
-    /// What is far too long costs no more than what is just too long: a text with more bytes than `most` tokens can
-    /// stand for is not looked at, and tokens of a long one are counted part by part before all are made.
+    /// A text that is far too long costs no more than one that is just too long. A text with more bytes than `most`
+    /// tokens can stand for is not encoded at all. The tokens of other long texts are counted part by part before all
+    /// are made.
     ///
     /// # Errors
     /// [`Error::Encode`].
@@ -51,15 +52,15 @@ impl Tokenizer {
         Ok(if tokens.len() > most { Encoded::AtLeast(tokens.len()) } else { Encoded::Tokens(tokens) })
     }
 
-    /// So many tokens a text has at least, by its bytes.
+    /// The fewest tokens that a text can have, by its number of bytes.
     fn fewest_tokens(&self, text: &str) -> usize {
         let shrinks = if self.0.encoder.get_normalizer().is_some() && !text.is_ascii() { COMPOSED } else { 1 };
         self.0.most_bytes.map_or(0, |bytes| text.len().div_ceil(shrinks * bytes))
     }
 }
 
-/// The bytes of the longest token, if every byte of a text comes to be in one: nothing is left out, replaced or
-/// swallowed.
+/// The bytes of the longest token, if every byte of a text ends up in a token: nothing is left out, replaced or
+/// swallowed. `None` if that is not certain.
 pub(super) fn most_bytes(encoder: &Encoder, table: &ByteTable) -> Option<usize> {
     let json = |part: serde_json::Result<Value>| part.unwrap_or_default();
     let keeps_all = (0..).zip(byte_of_char()).all(|(c, byte): (u32, _)| {
@@ -72,7 +73,7 @@ pub(super) fn most_bytes(encoder: &Encoder, table: &ByteTable) -> Option<usize> 
     longest.filter(|longest| keeps_all && *longest > 0)
 }
 
-/// Whether the steps before the tokens make bytes of a text, and otherwise cut it alone.
+/// Whether the steps before the model turn text into bytes, and apart from that only cut it.
 fn makes_bytes(step: &Value) -> bool {
     let one = [step.clone()];
     let steps = step["pretokenizers"].as_array().map_or(&one[..], Vec::as_slice);

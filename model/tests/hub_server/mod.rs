@@ -13,13 +13,13 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 #[derive(Default)]
 pub struct Hub {
     pub files: BTreeMap<String, Vec<u8>>,
-    /// Whether the information about a revision lists its files; else the tree does.
+    /// Whether the answer about a revision lists its files; otherwise only the tree does.
     pub lists_siblings: bool,
-    /// Whether parts of files are sent, or always all.
+    /// Whether the hub sends parts of files, or always whole files.
     pub has_parts: bool,
-    /// Of the first file that is longer, so many bytes are sent, and the connection is closed.
+    /// Of the first file that is longer than this, only this many bytes are sent before the connection is closed.
     pub cut: Option<usize>,
-    /// Where the files themselves are.
+    /// The server to which the hub redirects for the files themselves.
     pub elsewhere: Option<SocketAddr>,
     pub was_cut: AtomicBool,
     pub log: Mutex<Vec<Request>>,
@@ -50,7 +50,7 @@ impl Hub {
         (hub, address)
     }
 
-    /// Requests so far for paths that end so.
+    /// Requests so far for paths with this ending.
     pub fn asked(&self, end: &str) -> Vec<Request> {
         self.log.lock().unwrap().iter().filter(|request| request.path.ends_with(end)).cloned().collect()
     }

@@ -1,4 +1,4 @@
-//! Every kind of bad checkpoint is a typed error whose sentence names the thing, and never a panic.
+//! Every kind of bad checkpoint gives a typed error whose message names what is wrong, and never a panic.
 
 use std::fs;
 
@@ -42,7 +42,7 @@ fn truncated_shard() {
     let bytes = dir.get(SHARDS[0]);
     dir.put(SHARDS[0], &bytes[..bytes.len() - 1]);
     assert!(matches!(dir.error(SHARDS[0]), Error::WrongLength { .. }));
-    // Cut within the header, within its length, and to nothing.
+    // Cut within the header, within the header's length, and to nothing.
     dir.put(SHARDS[0], &bytes[..100]);
     assert!(matches!(dir.error(SHARDS[0]), Error::WrongLength { .. }));
     for n in [0, 7] {
@@ -205,7 +205,7 @@ fn settings_that_another_family_does_not_support() {
     }
 }
 
-/// A family's own weights are asked for, and its own sizes where the config says none.
+/// A family's own weights are required, and its own sizes are used if the config gives none.
 #[test]
 fn weights_and_sizes_of_another_family() {
     let mut fixture = Fixture::new("F32", true);
@@ -216,7 +216,7 @@ fn weights_and_sizes_of_another_family() {
     fixture.tensors().retain(|name, _| !name.contains("q_norm") && !name.contains("k_norm"));
     let error = fixture.write().error("model.layers.0.self_attn.q_proj.bias");
     assert!(matches!(error, Error::MissingTensor { .. }));
-    // 48 over 4 heads, where the weights are those of heads of 16.
+    // 48 over 4 heads, but the weights are those of heads of 16.
     fixture.config.as_object_mut().unwrap().remove("head_dim");
     fixture.config["architectures"] = json!(["LlamaForCausalLM"]);
     fixture.config["model_type"] = json!("llama");
@@ -261,7 +261,7 @@ fn settings_that_are_impossible() {
     assert!(matches!(fixture.write().error("wide"), Error::Json { .. }));
 }
 
-/// To open a FIFO waits for its writer, and a device has no end: both are refused by name, at once.
+/// Opening a FIFO waits for its writer, and a device has no end. Both are refused by name, at once.
 #[cfg(unix)]
 #[test]
 fn files_that_are_none() {
@@ -350,7 +350,7 @@ fn weights_that_are_not_finite() {
                 }
                 other => panic!("{other:?}"),
             }
-            // The check is the caller's to leave for later.
+            // The caller may leave the check for later.
             let later = Checkpoint::open_with(
                 dir.path(),
                 model::OpenOptions { check_finite: false, ..model::OpenOptions::default() },
@@ -361,7 +361,8 @@ fn weights_that_are_not_finite() {
     }
 }
 
-/// An f32 that rounds to infinity in bf16 is refused wherever weights are read; the largest that does not is not.
+/// An f32 that rounds to infinity in bf16 is refused wherever weights are read. The largest f32 that does not is
+/// accepted.
 #[test]
 fn weights_that_bf16_cannot_hold() {
     const TENSOR: &str = "model.layers.1.self_attn.k_proj.weight";
@@ -417,7 +418,7 @@ fn calls_that_do_not_fit_the_model() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..Default::default() })]
 
-    /// Whatever one damaged byte or cut does, opening ends in a value.
+    /// Whatever one damaged byte or cut does, opening returns a value or an error.
     #[test]
     fn damage_never_panics(file in 0..4usize, at in any::<prop::sample::Index>(), byte in any::<u8>(), cut in any::<bool>()) {
         let names = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];

@@ -1,4 +1,4 @@
-//! Chat templates give what transformers' `apply_chat_template` gives.
+//! Chat templates render what transformers' `apply_chat_template` renders.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,7 @@ fn template(source: &str) -> Result<ChatTemplate, Error> {
 
 #[test]
 fn matches_transformers() {
-    // Prompts of another template, made by the same script, may be compared likewise.
+    // The same comparison for prompts of another template, made by the same script.
     let others = std::env::var("WARPDRAFT_CHAT_GOLDEN").ok().map(|path| golden_of(&path));
     for golden in [golden()].into_iter().chain(others) {
         let tokens = BTreeMap::from([("eos_token".to_owned(), golden.eos_token)]);
@@ -98,7 +98,7 @@ fn the_template_is_found_in_either_file() {
     dir.error("not UTF-8");
 }
 
-/// What the template fails with.
+/// The reason with which the template fails.
 fn refused(source: &str) -> String {
     let messages = [Message::new(Role::User, "hello")];
     let result = template(source).and_then(|template| template.render(&messages, true, true));
@@ -108,7 +108,7 @@ fn refused(source: &str) -> String {
     }
 }
 
-/// A template comes with a model: whatever it asks for, it must not end the program, nor hang it.
+/// A template comes with a model: whatever it asks for, it must neither end the program nor hang it.
 #[test]
 fn what_would_abort_or_hang_is_refused() {
     let terms = |operator: &str| format!("{{{{ {} }}}}", vec!["1"; 20_000].join(operator));
@@ -174,7 +174,7 @@ fn what_would_abort_or_hang_is_refused() {
     }
 }
 
-/// What holds itself is never compared, written or searched.
+/// Ordinary templates that use what the guard examines are not refused.
 #[test]
 fn ordinary_use_of_what_is_guarded() {
     let cases = [
@@ -217,7 +217,7 @@ fn ordinary_use_of_what_is_guarded() {
     }
 }
 
-/// A long conversation is not what limits are for.
+/// A long conversation does not run into the limits.
 #[test]
 fn a_long_conversation_stays_within_limits() {
     let template = template(&golden().template).unwrap();

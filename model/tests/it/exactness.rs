@@ -57,7 +57,7 @@ proptest! {
         let pages_of = |tokens: &Vec<u32>| tokens.len().div_ceil(page_tokens);
         let total: usize = sequences.iter().map(pages_of).sum();
         let mut pages = KvPages::new(model.config(), total, page_tokens);
-        // Pages dealt out in an order that is none.
+        // Pages are dealt out in a random order.
         let mut order: Vec<u32> = (0..total as u32).collect();
         order.sort_by_key(|&page| model::sampling::random(seed, page as u64));
         let mut order = order.into_iter();

@@ -1,4 +1,4 @@
-//! A tiny checkpoint, made in a temporary directory, for tests to run or to spoil.
+//! A tiny checkpoint in a temporary directory, for tests to run or to spoil.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,7 +22,7 @@ pub struct Fixture {
     pub config: Value,
     pub tokenizer: Value,
     pub tokenizer_config: Value,
-    /// By shard file name.
+    /// Tensors by name, by the name of their shard's file.
     pub shards: BTreeMap<String, BTreeMap<String, Stored>>,
 }
 
@@ -41,22 +41,23 @@ pub struct Sizes {
     pub layers: usize,
 }
 
-/// Those of [`Fixture::new`].
+/// The sizes of [`Fixture::new`].
 pub const USUAL: Sizes = Sizes { vocab: 270, hidden: 48, inner: 40, heads: 4, kv_heads: 2, head_dim: 16, layers: 2 };
 
 /// So small that Miri runs a token in a few seconds.
 pub const SMALL: Sizes = Sizes { vocab: 16, hidden: 40, inner: 16, heads: 2, kv_heads: 1, head_dim: 8, layers: 1 };
 
-/// So many numbers of a tensor are drawn, and then they come again: under Miri a number takes milliseconds.
+/// Number of random numbers that are drawn for a tensor; they are then repeated. Under Miri a number takes
+/// milliseconds.
 const DRAWN: usize = if cfg!(miri) { 61 } else { 1 << 20 };
 
 impl Fixture {
-    /// Of the usual sizes, in one shard.
+    /// A checkpoint of the usual sizes, in one shard.
     pub fn new(dtype: &'static str, tied: bool) -> Self {
         Self::of(dtype, tied, USUAL)
     }
 
-    /// Of any sizes, in one shard.
+    /// A checkpoint of any sizes, in one shard.
     pub fn of(dtype: &'static str, tied: bool, sizes: Sizes) -> Self {
         let Sizes { vocab, hidden, inner, heads, kv_heads, head_dim, layers } = sizes;
         let config = json!({
@@ -143,9 +144,9 @@ impl Fixture {
         dir
     }
 
-    /// Writes and opens; for fixtures that are in order.
+    /// Writes the fixture and opens it; for fixtures without faults.
     pub fn open(&self) -> Checkpoint {
-        // The weights stay mapped when the directory goes.
+        // The weights stay mapped after the directory is removed.
         self.write().open().unwrap()
     }
 }
@@ -153,7 +154,7 @@ impl Fixture {
 /// The shards' names of a sharded fixture.
 pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-/// A checkpoint directory that goes when this does.
+/// A checkpoint directory that is removed when this is dropped.
 pub struct Dir(TempDir);
 
 impl Dir {
@@ -204,7 +205,7 @@ pub fn safetensors_bytes(tensors: &BTreeMap<String, Stored>) -> Vec<u8> {
     with_header(&Value::Object(header), &data)
 }
 
-/// A safetensors file with this header, true or not.
+/// A safetensors file with this header, whether or not it is true.
 pub fn with_header(header: &Value, data: &[u8]) -> Vec<u8> {
     let header = header.to_string();
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
@@ -227,7 +228,7 @@ pub fn tokenizer_json() -> Value {
     byte_level(256, &merges)
 }
 
-/// A byte-level BPE of so many bytes, with these merges and Qwen3's control tokens.
+/// A byte-level BPE of `bytes` bytes, with these merges and Qwen3's control tokens.
 fn byte_level(bytes: usize, merges: &[[&str; 2]]) -> Value {
     let chars = ('!'..='~').chain('\u{a1}'..='\u{ac}').chain('\u{ae}'..='\u{ff}').chain('\u{100}'..'\u{144}');
     let mut vocab = serde_json::Map::new();

@@ -1,4 +1,4 @@
-//! Forms: what may come next, whatever was asked and taken back before, and what cannot be followed.
+//! Forms: what may come next, regardless of what was asked or taken back before; and what cannot be followed.
 
 use model::form::{Tool, is_allowed, mask_words};
 use model::sampling::random;
@@ -20,7 +20,7 @@ fn allowed(mask: &[u32], vocab_size: usize) -> Vec<u32> {
     (0..vocab_size as u32).filter(|&token| is_allowed(mask, token)).collect()
 }
 
-/// An answer of the form by a model that knows nothing, up to an end token, with the masks on its way.
+/// A random answer of the form, up to an end token, with the mask before each token.
 fn walk(form: &Form, ends: &[u32], seed: u64) -> (Vec<u32>, Vec<Vec<u32>>) {
     let (mut matcher, mut tokens, mut masks) = (form.matcher(), Vec::new(), Vec::new());
     while tokens.len() < 400 {
@@ -74,7 +74,7 @@ fn a_mask_depends_on_the_tokens_alone() {
                 let (tokens, masks) = walk(&form, ends, seed);
                 let text = checkpoint.tokenizer.decode(&tokens);
                 assert!(tokens.len() == 400 || ends.contains(tokens.last().unwrap()), "{text}");
-                // In leaps, with guesses that are taken back, and with questions in between.
+                // The same in leaps, with guesses that are taken back, and with questions in between.
                 let (mut matcher, mut at) = (form.matcher(), 0);
                 while at < tokens.len() {
                     let ahead = (random(seed ^ 77, at as u64) % 6) as usize;

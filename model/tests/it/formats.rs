@@ -1,4 +1,4 @@
-//! Quantised checkpoints: every format reads what its definition says, and what is wrong with one is named.
+//! Quantised checkpoints: every format is read as its definition says, and errors name what is wrong.
 
 use half::{bf16, f16};
 use model::format::e4m3;
@@ -10,7 +10,7 @@ use crate::fixture::{Dir, Fixture, Stored, encode};
 
 /// Inputs that share a scale.
 const GROUP: usize = 8;
-/// The layers of a block, with outputs and inputs. 200 is more than any format reads together.
+/// The layers of a block, with outputs and inputs. 200 outputs are more than any format reads together.
 const LAYERS: [(&str, usize, usize); 7] = [
     ("self_attn.q_proj", 64, 48),
     ("self_attn.k_proj", 32, 48),
@@ -28,7 +28,7 @@ const FORMATS: [&str; 8] =
 /// A checkpoint whose layers are quantised.
 struct Quantized {
     fixture: Fixture,
-    /// The same with the weights that the codes mean.
+    /// The same checkpoint with the weights that the codes stand for.
     plain: Fixture,
 }
 
@@ -38,7 +38,7 @@ fn below(seed: &mut u64, n: u64) -> u64 {
     model::sampling::random(11, *seed) % n
 }
 
-/// Eight nibbles a word, the first lowest.
+/// Packs eight nibbles in a word, the first lowest.
 fn words(nibbles: impl IntoIterator<Item = u8>) -> Vec<u8> {
     let nibbles: Vec<u8> = nibbles.into_iter().collect();
     nibbles.chunks(2).map(|pair| pair[0] | pair[1] << 4).collect()
@@ -82,7 +82,7 @@ fn config_of(format: &str) -> Value {
     }
 }
 
-/// Tensors of a layer by their suffixes, and the weights that they mean.
+/// Tensors of a layer by their suffixes, and the weights that they stand for.
 fn layer(format: &str, outputs: usize, inputs: usize, seed: &mut u64) -> (Vec<(&'static str, Stored)>, Vec<f32>) {
     let groups = inputs.div_ceil(GROUP);
     let mut scales = |n: usize| -> Vec<f32> {
@@ -224,7 +224,7 @@ fn every_format_means_what_its_definition_says() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
-    /// Also where a piece begins and ends within a row, within a block of rows, or within a word of packed ones.
+    /// Pieces may begin and end within a row, within a block of rows, or within a word of packed rows.
     #[test]
     fn any_piece_of_a_matrix_is_that_of_the_whole(
         format in 0..FORMATS.len(),
@@ -253,7 +253,7 @@ proptest! {
         let mut out = vec![0; 2 * (last - first)];
         checkpoint.weights().unwrap().layers[0].up.read_bf16(first, &mut out).unwrap();
         prop_assert!(out == whole[2 * first..2 * last], "from {first} to {last}");
-        // It is near the weights, and not they.
+        // The result is near the stored weights, but not equal to them.
         let stored = &plain.tensors()["model.layers.0.mlp.up_proj.weight"].data;
         let wide = |bytes: &[u8]| -> Vec<f32> {
             bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
@@ -290,7 +290,7 @@ fn what_is_quantised_is_not_quantised_again() {
     );
 }
 
-/// Some matrices may be left as they are; the file says which.
+/// Some matrices may be left unquantised; the file says which.
 #[test]
 fn matrices_that_are_not_quantised_stay_so() {
     for format in FORMATS {
@@ -304,7 +304,7 @@ fn matrices_that_are_not_quantised_stay_so() {
     }
 }
 
-/// The tensor of a layer that was quantised, for a test to spoil.
+/// A checkpoint with one tensor of a quantised layer spoiled.
 fn spoiled(format: &str, suffix: &str, spoil: impl FnOnce(&mut Stored)) -> Dir {
     let mut fixture = quantized(format).fixture;
     spoil(fixture.tensors().get_mut(&format!("model.layers.1.mlp.up_proj.{suffix}")).unwrap());
@@ -340,7 +340,7 @@ fn parts_that_are_missing_or_of_another_shape_are_named() {
     assert!(matches!(fixture.write().error("weights by themselves"), Error::WrongDtype { .. }));
 }
 
-/// When it is opened, or when it is loaded.
+/// They are found when the checkpoint is opened, or else when it is loaded.
 #[test]
 fn scales_and_codes_that_mean_no_number_are_named() {
     let later = |dir: &Dir| {
@@ -364,7 +364,7 @@ fn scales_and_codes_that_mean_no_number_are_named() {
             });
             let name = format!("model.layers.1.mlp.up_proj.{suffix}");
             assert!(matches!(dir.error(&name), Error::NotFinite { .. }), "{format}");
-            // In words of the matrix: which row, which group.
+            // The error gives the place in the matrix: row and group.
             let (row, group) = match format {
                 "fp8 blocks" => (24, 2),
                 "fp8 channels" => (5, 0),
@@ -380,7 +380,7 @@ fn scales_and_codes_that_mean_no_number_are_named() {
             }
         }
     }
-    // A scale that is a number, and makes none of a code.
+    // A scale that is a number, but makes a weight that bf16 cannot hold.
     let dir = spoiled("fp8 channels", "weight_scale", |scale| scale.data[..4].copy_from_slice(&1e36f32.to_le_bytes()));
     assert!(matches!(CpuModel::new(&dir.open().unwrap()).unwrap_err(), Error::BadScale { row: 0, .. }));
     let dir = spoiled("fp8 channels", "weight", |weight| weight.data[1234] = 0xff);
@@ -398,7 +398,7 @@ fn scales_and_codes_that_mean_no_number_are_named() {
     }
 }
 
-/// Exporters of GPTQ give every layer a bias; zeros change nothing.
+/// Exporters of GPTQ give every layer a bias. A bias of zeros changes nothing.
 #[test]
 fn biases_of_zeros_are_passed_over() {
     const BIAS: &str = "model.layers.0.self_attn.o_proj.bias";
@@ -415,7 +415,7 @@ fn biases_of_zeros_are_passed_over() {
     }
 }
 
-/// Formats that are not read, by what names them.
+/// Formats that are not read are refused; the error names the setting.
 #[test]
 fn formats_that_are_not_read_are_refused_by_name() {
     let group = |weights: Value, format: &str| {
@@ -461,7 +461,7 @@ fn formats_that_are_not_read_are_refused_by_name() {
     fixture.open();
 }
 
-/// `config.json` in the forms that published checkpoints have: what their quantisers write, and all that is beside it.
+/// `config.json` as in published checkpoints: what their quantisers write, and all that is beside it.
 #[test]
 fn official_configs_are_parsed() {
     for (name, json, expected) in [
@@ -490,7 +490,7 @@ fn official_configs_are_parsed() {
     }
 }
 
-/// Scales in f16 are exact in the test's arithmetic.
+/// Scales are exact in f16 and bf16, so the test's arithmetic is exact.
 #[test]
 fn the_scales_of_these_tests_are_exact() {
     for n in 0..100 {

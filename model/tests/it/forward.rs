@@ -1,10 +1,10 @@
-//! Forward passes so small that Miri runs them too (docs/reference/toolchain.md#miri).
+//! Forward passes that are small enough for Miri (docs/reference/toolchain.md#miri).
 
 use model::{Checkpoint, CpuModel, KvPages, OpenOptions, Row, WeightsMode};
 
 use crate::fixture::{DTYPES, Fixture, SMALL};
 
-/// Logits after the last of these tokens, which are run one by one.
+/// Logits after the last of these tokens, run one by one.
 fn steps(model: &CpuModel, tokens: &[u32]) -> Vec<f32> {
     let mut cache = model.new_cache(tokens.len());
     let mut logits = vec![f32::NAN; SMALL.vocab];
@@ -14,11 +14,11 @@ fn steps(model: &CpuModel, tokens: &[u32]) -> Vec<f32> {
     logits
 }
 
-/// Two sequences in one call, with pages between each other's, and each by itself, in steps. The weights are read from
-/// a file, and rounded or not.
+/// Two sequences in one call, with their pages interleaved, and each by itself in steps. The weights are read from a
+/// file, and rounded or not.
 #[test]
 fn neither_company_nor_steps_change_a_bit() {
-    // Under Miri each takes two minutes.
+    // Under Miri each format takes two minutes.
     let dtypes = if cfg!(miri) { &DTYPES[..1] } else { &DTYPES };
     let check = || {
         for dtype in dtypes {
@@ -37,6 +37,6 @@ fn neither_company_nor_steps_change_a_bit() {
             assert!(found[0] != found[1] && found[1] != found[2] && found[0] != found[2], "{dtype}");
         }
     };
-    // To Miri a machine has one processor, so one thread would be all.
+    // Miri reports one processor, so rayon would use only one thread.
     rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap().install(check);
 }

@@ -1,4 +1,4 @@
-//! Our reading of safetensors headers and the crate `safetensors` come to the same verdict.
+//! Our check of safetensors headers and the crate `safetensors` accept and refuse the same headers.
 
 use proptest::prelude::*;
 use safetensors::SafeTensors;
@@ -17,7 +17,7 @@ proptest! {
         let entry = &mut header[tensor.get(&names)];
         let (field, place) = [("shape", 0), ("data_offsets", 0), ("data_offsets", 1)][field];
         let old = entry[field][place].as_u64().unwrap();
-        // `to` 0 leaves the header true; so does a damage that undoes itself.
+        // `to` 0 leaves the header true, and so does damage that undoes itself.
         entry[field][place] = json!([old, old + 2, old.saturating_sub(2), 0][to as usize]);
         data.resize((data.len() as i64 + extra.min(1)).max(0) as usize, 0);
         let file = with_header(&header, &data);
@@ -25,7 +25,7 @@ proptest! {
 
         let ours = dir.open();
         match SafeTensors::deserialize(&file) {
-            // A true header may still give a shape that the config does not call for.
+            // A true header may still have a shape that the config does not call for.
             Ok(theirs) => match ours {
                 Ok(checkpoint) => for tensor in checkpoint.tensors() {
                     prop_assert_eq!(tensor.data, theirs.tensor(tensor.name).unwrap().data());

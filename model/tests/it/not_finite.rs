@@ -1,10 +1,10 @@
-//! Numbers that leave f32's range on the way: said by name, never answered with a token.
+//! Numbers that leave f32's range on the way are reported by name, and never give a token.
 
 use model::{CpuModel, Error, Fault, KvPages, Row};
 
 use crate::fixture::Fixture;
 
-/// A tied fixture with one huge element of `tensor`, finite in itself.
+/// A fixture in which all of `tensor` is 3e38, which is finite in itself.
 fn with_huge(tensor: &str, tied: bool) -> Fixture {
     let mut fixture = Fixture::new("F32", tied);
     let stored = fixture.tensors().get_mut(tensor).unwrap();
@@ -28,7 +28,7 @@ fn the_first_layer_that_is_not_finite_is_named_or_the_logits() {
         let mut logits = vec![0.0; checkpoint.config.vocab_size];
         let tokens: Vec<u32> = (0..70).collect();
         let error = model.forward(&tokens, &mut cache, 1, &mut logits).unwrap_err();
-        // A row whose last layer nobody needs has not failed, and logits are those of the token after it.
+        // A row whose last layer nobody needs does not fail. Logits count as those of the next token.
         let first = match what {
             "logits" => 70,
             "layer 1" => 69,
@@ -46,7 +46,7 @@ fn the_first_layer_that_is_not_finite_is_named_or_the_logits() {
     }
 }
 
-/// Rows of others go on: a token whose embedding leads out of range spoils its own sequence alone.
+/// Other rows go on: a token whose embedding leads out of range spoils its own sequence alone.
 #[test]
 fn a_row_that_is_not_finite_is_of_its_own_sequence() {
     let mut fixture = Fixture::new("F32", false);
@@ -56,7 +56,7 @@ fn a_row_that_is_not_finite_is_of_its_own_sequence() {
         let chosen = data.chunks_exact_mut(4).enumerate().filter(|(i, _)| which(*i));
         chosen.for_each(|(_, element)| element.copy_from_slice(&value.to_le_bytes()));
     };
-    // Feature 0 is that of token 7 alone, up to the first MLP, which multiplies it by 3e38.
+    // Only token 7 has a feature 0, up to the first MLP, which multiplies it by 3e38.
     set("model.embed_tokens.weight", 0.0, &|i| i % hidden == 0 && i / hidden != 7);
     set("model.embed_tokens.weight", 9.0, &|i| i == 7 * hidden);
     set("model.layers.0.self_attn.o_proj.weight", 0.0, &|i| i < 64);

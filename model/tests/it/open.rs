@@ -1,4 +1,4 @@
-//! Checkpoints that are in order open, and say what is in them.
+//! Checkpoints without faults open, and say what is in them.
 
 use model::plan::Traits;
 use model::rope::Scaling;
@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::fixture::{DTYPES, Fixture};
 
-/// What loaders read is what is stored, rounded: any part of any tensor, in any format.
+/// Loaders read what is stored, rounded to bf16: any part of any tensor, in any format.
 #[test]
 fn elements_are_read_as_bf16() {
     for dtype in ["BF16", "F16", "F32"] {
@@ -50,7 +50,7 @@ fn every_dtype_tied_or_not_sharded_or_not() {
     }
 }
 
-/// transformers ties only where the two are equal.
+/// transformers ties the two only if they are equal.
 #[test]
 fn a_head_of_its_own_is_used_although_the_config_ties() {
     let mut fixture = Fixture::new("F32", false);
@@ -60,7 +60,7 @@ fn a_head_of_its_own_is_used_although_the_config_ties() {
     assert!(!checkpoint.config.tie_word_embeddings);
     assert!(matches!(&checkpoint.warnings[..], [warning] if warning.contains("tie_word_embeddings")));
 
-    // Told so, the same model has nothing to be warned of.
+    // If the config says so, the same model has no warning.
     fixture.config["tie_word_embeddings"] = json!(false);
     let untied = fixture.open();
     assert_eq!((untied.warnings.len(), &untied.config), (0, &checkpoint.config));
@@ -70,7 +70,7 @@ fn a_head_of_its_own_is_used_although_the_config_ties() {
     fixture.tensors().insert("lm_head.weight".into(), embedding);
     let tied = fixture.open();
     assert!(tied.config.tie_word_embeddings && tied.warnings.is_empty());
-    // Of two that are tied, either may be the one that is stored.
+    // Tied weights may be stored under either name.
     fixture.tensors().remove("model.embed_tokens.weight");
     let weights = fixture.open();
     let weights = weights.weights().unwrap();
@@ -126,7 +126,7 @@ fn eos_comes_from_generation_config_then_config_then_tokenizer() {
         (generation.temperature, generation.top_k, generation.top_p, generation.min_p),
         (Some(0.6), Some(20), Some(0.95), None)
     );
-    // All, as in requests.
+    // -1 keeps all tokens, as in requests.
     dir.put_json("generation_config.json", &json!({"top_k": -1}));
     assert_eq!(dir.open().unwrap().generation.top_k, Some(0));
     dir.put_json("generation_config.json", &json!({"top_k": -2}));
@@ -157,7 +157,7 @@ fn published_sizes_count_up() {
     fields.insert("layer_types".into(), json!(["full_attention"]));
     assert_eq!(parse(&json), config);
 
-    // As Qwen3's model card has it, for texts of up to 131,072 tokens; and where transformers 5 keeps it.
+    // As Qwen3's model card has it, for texts of up to 131,072 tokens; and in the place where transformers 5 keeps it.
     let card = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
     let fields = json.as_object_mut().unwrap();
     fields.remove("rope_parameters");
@@ -174,7 +174,7 @@ fn published_sizes_count_up() {
     assert_eq!(parse(&json), scaled);
 }
 
-/// As their config.json files give them; how many parameters they have is what their makers say.
+/// As in their config.json files. The numbers of parameters are those that their makers state.
 #[test]
 fn published_models_of_other_families_are_read() {
     let parse = |json: serde_json::Value| {
@@ -218,7 +218,7 @@ fn the_demo_opens_and_answers() {
     assert!(checkpoint.chat_template.is_some() && !checkpoint.generation.eos_token_ids.is_empty());
 }
 
-/// A backend holds the model for as long as it likes, on any thread.
+/// A backend may hold the model for as long as it likes, on any thread.
 #[test]
 fn models_can_be_sent_and_shared() {
     fn check<T: Clone + Send + Sync + 'static>() {}

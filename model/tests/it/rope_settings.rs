@@ -1,4 +1,4 @@
-//! What `config.json` may say of the rotary embedding, against what transformers 5.23 makes of the same file.
+//! What `config.json` may say about the rotary embedding, compared with what transformers 5.23 makes of the same file.
 
 use model::rope::{Llama3, Scaling, Yarn};
 use model::{Config, Error};
@@ -27,7 +27,7 @@ fn yarn(factor: f64, original_positions: usize) -> Option<Scaling> {
     }))
 }
 
-/// `Qwen3Config(**config)` of transformers, and `Qwen3RotaryEmbedding`, give these.
+/// The expected values are those of transformers' `Qwen3Config(**config)` and `Qwen3RotaryEmbedding`.
 #[test]
 fn what_transformers_reads() {
     let card = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
@@ -39,7 +39,7 @@ fn what_transformers_reads() {
         (json!({"rope_theta": 1e6}), 1e6, None),
         (json!({"rope_parameters": plain}), 5e5, None),
         (json!({"rope_theta": 1e6, "rope_parameters": plain}), 5e5, None),
-        // As Llama 3.1's config has it.
+        // As in Llama 3.1's config.
         (
             json!({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
@@ -51,13 +51,13 @@ fn what_transformers_reads() {
                 high_freq_factor: 4.0,
             })),
         ),
-        // The base within `rope_scaling`, with and without one of the config's own.
+        // The base inside `rope_scaling`, with and without a base in the config itself.
         (json!({"rope_scaling": with_theta}), 5e5, yarn(4.0, 64)),
         (json!({"rope_theta": 1e6, "rope_scaling": with_theta}), 5e5, yarn(4.0, 64)),
         (json!({"rope_scaling": plain}), 5e5, None),
         (json!({"rope_theta": 1e6, "rope_scaling": card}), 1e6, yarn(4.0, 64)),
         (json!({"rope_scaling": card}), 1e4, yarn(4.0, 64)),
-        // The original positions in the config itself, or nowhere.
+        // The original positions in the config itself, or not given.
         (
             json!({"rope_theta": 1e6, "original_max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
             1e6,
@@ -65,13 +65,13 @@ fn what_transformers_reads() {
         ),
         (json!({"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}), 1e6, yarn(4.0, 256)),
         (json!({"rope_theta": 1e6, "original_max_position_embeddings": 128}), 1e6, None),
-        // `rope_scaling` goes first; beside the plain rotation of the same base nothing is lost by it.
+        // `rope_scaling` takes precedence. Nothing is lost if `rope_parameters` is unscaled and has the same base.
         (json!({"rope_theta": 5e5, "rope_scaling": card, "rope_parameters": plain}), 5e5, yarn(4.0, 64)),
         (json!({"rope_scaling": with_theta, "rope_parameters": plain}), 5e5, yarn(4.0, 64)),
         (json!({"rope_scaling": with_theta, "rope_parameters": with_theta}), 5e5, yarn(4.0, 64)),
         (json!({"rope_scaling": {}, "rope_parameters": plain}), 5e5, None),
         (json!({"rope_scaling": null, "rope_parameters": with_theta}), 5e5, yarn(4.0, 64)),
-        // No factor, but null: what the positions make of it.
+        // A factor of null is derived from the positions.
         (
             json!({"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": null, "original_max_position_embeddings": 64}}),
             1e6,
@@ -93,7 +93,7 @@ fn what_contradicts_itself_or_is_not_understood_is_refused() {
         card
     };
     for (fields, part) in [
-        // transformers would take 10,000 as the base here, and the rotation without YaRN there.
+        // transformers would use base 10,000 for the first, and no YaRN for the second.
         (json!({"rope_scaling": card, "rope_parameters": plain}), "rope_parameters"),
         (json!({"rope_scaling": {"type": "default", "rope_theta": 1e6}, "rope_parameters": card}), "rope_parameters"),
         (json!({"original_max_position_embeddings": 128, "rope_scaling": card}), "original_max_position_embeddings"),
@@ -121,7 +121,7 @@ fn what_contradicts_itself_or_is_not_understood_is_refused() {
     }
 }
 
-/// To leave the scaling of a model away makes another model of it.
+/// Leaving a model's scaling away makes another model of it.
 #[test]
 fn nobody_is_told_to_remove_a_scaling() {
     for kind in ["linear", "dynamic", "longrope", "su"] {

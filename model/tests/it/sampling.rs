@@ -20,7 +20,7 @@ fn logits() -> impl Strategy<Value = Vec<f32>> {
     prop::collection::vec((-40..40i32).prop_map(|i| i as f32 / 4.0), 1..60)
 }
 
-/// The set that the definition keeps, worked out one value at a time without the sorted prefix.
+/// The set that the definition keeps, worked out for each value by itself, without the sorted prefix.
 fn kept(logits: &[f32], s: &Sampling) -> Vec<bool> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let above = |l: f32| logits.iter().filter(|&&m| m > l).count();
@@ -28,7 +28,7 @@ fn kept(logits: &[f32], s: &Sampling) -> Vec<bool> {
     let total: u64 = logits.iter().zip(&kept).filter(|(_, k)| **k).map(|(&l, _)| mass_below(l, max)).sum();
     if s.top_p < 1.0 {
         let wanted = ((s.top_p as f64 * total as f64) as u64).max(1);
-        // A value stays if what lies strictly above it does not reach the share.
+        // A value stays if the values strictly above it do not reach the share.
         let mass_above = |l: f32| -> u64 { logits.iter().filter(|&&m| m > l).map(|&m| mass_below(m, max)).sum() };
         for (k, &l) in kept.iter_mut().zip(logits) {
             *k &= mass_above(l) < wanted;
@@ -66,7 +66,7 @@ proptest! {
     fn one_choice_left_is_the_largest(logits in logits(), seed: u64) {
         let best = argmax(&logits);
         prop_assert_eq!(Sampling { seed, ..Sampling::default() }.sample(&logits, &[], &[]), best);
-        // Ties of the largest stay in play, but nothing else does.
+        // Ties of the largest are kept, but nothing else is.
         for s in [Sampling { top_k: 1, ..FREE }, Sampling { top_p: 1e-6, ..FREE }, Sampling { min_p: 1.0, ..FREE }] {
             let token = Sampling { seed, ..s }.sample(&logits, &[], &[]);
             prop_assert_eq!(logits[token as usize], logits[best as usize]);
@@ -130,7 +130,7 @@ fn edges() {
 
 #[test]
 fn random_numbers_are_fixed_for_ever() {
-    // Worked out apart from the code, with Python's integers.
+    // Worked out independently, with Python's integers.
     assert_eq!([random(0, 0), random(42, 7)], [0xa706dd2f4d197e6f, 0xbc16a3d4cc48678e]);
     let distinct: std::collections::HashSet<u64> = (0..64).flat_map(|s| (0..64).map(move |p| random(s, p))).collect();
     assert_eq!(distinct.len(), 64 * 64);
@@ -167,7 +167,7 @@ fn settings_out_of_range_are_refused() {
     Sampling::default().check().unwrap();
 }
 
-/// Divided by such a temperature, several logits would be infinite, and each of them as likely as the largest.
+/// Dividing by such a temperature would make several logits infinite, each as likely as the largest.
 #[test]
 fn the_limit_of_small_temperatures_is_greedy() {
     let logits = [1.0, 40.0, 3.0, 39.5, -2.0, 40.5, 12.0];
@@ -179,7 +179,7 @@ fn the_limit_of_small_temperatures_is_greedy() {
             assert_eq!(s.sample(&logits, &[], &[]), 5, "at {temperature:e}");
         }
     }
-    // Greedy is settled by the temperature alone, and so are ties: the first wins.
+    // The temperature alone decides that it is greedy. Of ties the first wins.
     let tied = Sampling { temperature: 1e-38, seed: 3, ..FREE };
     assert!(tied.is_greedy() && tied.takes_best());
     assert_eq!(tied.sample(&[1.0, 5.0, 5.0, 5.0], &[], &[]), 1);

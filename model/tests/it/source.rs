@@ -63,7 +63,7 @@ fn the_cache_is_used_when_it_is_complete_and_only_then() {
         fs::copy(made.file(name), snapshot.join(name)).unwrap();
     }
     open(&source).unwrap();
-    // By commit too, and another branch is not there.
+    // A commit works too. Another branch is not in the cache.
     open(&hub("some/model", "0123abc")).unwrap();
     assert!(open(&hub("some/model", "dev")).is_err());
 }

@@ -30,7 +30,7 @@ fn control_tokens_are_ids_and_are_left_out_of_text() {
     assert_eq!((t.token_to_id("<|im_end|>"), t.token_to_id("none"), t.vocab_size()), (Some(267), None, 270));
 }
 
-/// Dropout is for training: with it a text would have other tokens each time.
+/// Dropout is for training: it would make different tokens of a text each time.
 #[test]
 fn dropout_is_switched_off() {
     let mut json = tokenizer_json();
@@ -59,12 +59,12 @@ fn an_unfinished_character_comes_at_the_end_as_a_replacement() {
     let ids = t.encode("🦀").unwrap();
     assert_eq!(streamed(&t, &ids[..ids.len() - 1]), "\u{fffd}");
     assert_eq!(streamed(&t, &[ids[0], ids[0], 0]), "\u{fffd}\u{fffd}!");
-    // An id beyond the vocabulary is nothing.
+    // An id beyond the vocabulary gives no text.
     assert_eq!(streamed(&t, &[0, 9999, 0]), "!!");
 }
 
 proptest! {
-    /// Random ids split characters everywhere, and are often no UTF-8 at all.
+    /// Random ids split characters everywhere, and are often not UTF-8 at all.
     #[test]
     fn stream_equals_decode_and_the_library(ids in prop::collection::vec(0..272u32, 0..60)) {
         let t = tokenizer();
@@ -74,7 +74,7 @@ proptest! {
         prop_assert_eq!(t.decode_with_special(&ids), library.decode(&ids, false).unwrap());
     }
 
-    /// No piece ends inside a character: what came so far is always a prefix of the final text.
+    /// No piece ends inside a character: the text so far is always a prefix of the final text.
     #[test]
     fn text_comes_back_and_grows_by_whole_characters(text in "\\PC{0,40}|(<think>|é|🦀|€|the )*") {
         let t = tokenizer();
@@ -109,7 +109,7 @@ fn a_checkpoint_shares_its_tokenizer() {
     assert_eq!(checkpoint.clone().tokenizer.encode("the").unwrap(), checkpoint.tokenizer.encode("the").unwrap());
 }
 
-/// A limit never changes the tokens, and no text is refused that keeps to it.
+/// A limit never changes the tokens, and no text within it is refused.
 #[test]
 fn a_limit_refuses_what_is_longer_and_nothing_else() {
     let words = "the int a\u{301} é 🦀, 日本\n  ".repeat(100);
@@ -139,7 +139,7 @@ fn what_is_far_too_long_takes_no_time() {
     }
 }
 
-/// Where a token may stand for any number of bytes, bytes tell nothing.
+/// If a token may stand for any number of bytes, the number of bytes gives no bound.
 #[test]
 fn tokens_that_swallow_blanks_are_not_counted_by_bytes() {
     let text = format!("<|im_end|>{}", " ".repeat(200 << 10));

@@ -1,14 +1,14 @@
-//! The slower rungs of the ladder, kept to be measured against and read: two launches each, a block a sequence, a pass
-//! over the texts for each pattern length.
+//! The slower rungs of the ladder, kept to be read and to be measured against. They take two launches each, one block a
+//! sequence, and one pass over the texts for each pattern length.
 //!
-//! 1. *Plain*: [`ngram_windows_256_i64`] finds the windows with 256 threads a sequence; then
-//!    [`ngram_serial_share_i64`], a single thread, walks the batch, shares out the budget and copies the drafts.
-//! 2. *Block scan*: [`ngram_windows_1024_i64`] finds them with 1,024 threads a sequence; then [`ngram_scan_share_i64`],
-//!    one block, shares out the budget by prefix sums and copies with all its threads.
+//! 1. *Plain*: [`ngram_windows_256_i64`] finds the windows with 256 threads a sequence. Then a single thread of
+//!    [`ngram_serial_share_i64`] walks the batch, shares out the budget and copies the drafts.
+//! 2. *Block scan*: [`ngram_windows_1024_i64`] finds the windows with 1,024 threads a sequence. Then one block of
+//!    [`ngram_scan_share_i64`] shares out the budget by prefix sums, and copies with all its threads.
 //!
-//! The window starts of a pass are scheduled to the threads in turn; who finds one lowers the leftmost start so far by
-//! a 64-bit compare-and-swap, and threads to the right of it stop. Results are those of [`NgramMatch`], element for
-//! element.
+//! The threads take the window starts of a pass in turn. A thread that finds a match lowers the leftmost start so far
+//! by a 64-bit compare-and-swap, and threads to the right of that start stop. Results are those of [`NgramMatch`],
+//! element for element.
 //!
 //! # Safety
 //! An operator is a launch's parameter block, whose arrays are as it says; for grid and shared memory see
@@ -47,7 +47,7 @@ unsafe fn equals<T: Token>(t: &Texts<T>, in_prompt: bool, end: u32, n: u32) -> b
     true
 }
 
-/// Leaves the key of this block's sequence in the workspace.
+/// Leaves the key of the best match for this block's sequence in the workspace.
 ///
 /// # Safety
 /// The whole grid calls it: a block of so many `threads` for each sequence, with [`SEARCH_SHARED_BYTES`].
@@ -108,7 +108,7 @@ unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
                     }
                     return;
                 }
-                // All have read it before it is cleared.
+                // All threads have read it before it is cleared.
                 thread::sync_threads();
                 pass += 1;
             }
@@ -117,7 +117,7 @@ unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
     }
 }
 
-/// One thread walks the batch.
+/// One thread walks the batch, shares out the budget and copies the drafts.
 ///
 /// # Safety
 /// The one block of a launch calls it, when [`find_windows`] has left the keys of the same operator.

@@ -1,17 +1,18 @@
-//! The copies that take the pairs in the order in which they come.
+//! The copies that take the pairs in the order in which they are given.
 //!
 //! # Safety
 //! A launch has memory as its parameter block says. Lanes may store to one record at once, where pairs share a
-//! destination; nobody reads it meanwhile. (What is there then is of any of them, unit by unit, or byte by byte if
-//! `token_copy_bytewise` wrote it.)
+//! destination; nobody reads it meanwhile. (Each unit of that record then comes from any one of these pairs; each byte,
+//! if `token_copy_bytewise` wrote it.)
 
 use cuda_std::{kernel, thread};
 use gpu_kernels::token_copy::{Index, MLA_UNITS, PAGE_UNITS, TokenCopy, UNIT_BYTES, copy, copy_record};
 
-/// Threads of a block of the kernels that give a record to a thread, or to a warp without more ado.
+/// Threads of a block of the kernels that give each record to one thread, or to one warp that stores each load before
+/// the next.
 pub const NARROW_THREADS: u32 = 256;
 
-/// A warp a record, each load stored before the next.
+/// One warp a record; each load is stored before the next.
 ///
 /// # Safety
 /// As the parameter block says. Whole blocks of [`NARROW_THREADS`] call it.
@@ -43,7 +44,7 @@ unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
     }
 }
 
-/// A thread a record, 16 bytes at a time, or one.
+/// One thread a record, 16 bytes or one byte at a time.
 ///
 /// # Safety
 /// As the parameter block says. Blocks of [`NARROW_THREADS`] call it. `BYTES` is 1 or [`UNIT_BYTES`].
@@ -80,7 +81,7 @@ unsafe fn copy_by_threads<I: Index, const BYTES: u32>(p: &TokenCopy<I>) {
     }
 }
 
-// `gpu_kernels` has the copy of pages by `i32` pairs, which is what batches move.
+// `gpu_kernels` has the copy of pages by `i32` pairs, since batches use it.
 macro_rules! kernels {
     ($($index:ty: $bytewise:ident $vectors:ident $warp:ident $any:ident $mla:ident;)*) => { $(
         #[doc = concat!("Copies records by `", stringify!($index), "` pairs, a thread a record, a byte at a time.")]

@@ -1,10 +1,10 @@
-//! Checks pairs, and puts them in order.
+//! Checks pairs, and sorts them.
 //!
-//! A counting sort in three launches. `token_copy_count` counts the pairs of each bucket of neighbouring records, and
-//! keeps the rank that each pair got there; `token_copy_scan` turns the counts into positions; `token_copy_scatter`
-//! writes each pair to its bucket's position plus its rank. Buckets are in order within a chunk of [`SCAN_CHUNK`]; the
-//! chunks lie in the order in which their blocks came to add their sums, as the copy does not mind: no block waits for
-//! another. Within a bucket, and so within a repeated record, any order may come.
+//! A counting sort in three launches. `token_copy_count` counts the pairs in each bucket of neighbouring records, and
+//! keeps the rank of each pair in its bucket. `token_copy_scan` turns the counts into positions. `token_copy_scatter`
+//! writes each pair to its bucket's position plus its rank. Buckets are in order within a chunk of [`SCAN_CHUNK`]. The
+//! chunks are in the order in which their blocks came to add their sums: the copy needs no more order than that, and no
+//! block waits for another. Within a bucket, and so within a repeated record, pairs may come in any order.
 //!
 //! # Safety
 //! A launch has memory and shared memory as its parameter block says. The three launches of a sort run one after
@@ -17,22 +17,22 @@ use gpu_kernels::unroll;
 
 use super::{Index, NONE, Pairs};
 
-/// Threads of a block of the kernels of this module: half of what an SM's registers would allow, to leave room for the
+/// Threads of a block of the kernels of this module: half of what an SM's registers allow, which leaves room for the
 /// kernels of other queues.
 pub const SORT_THREADS: u32 = 512;
 const WARPS: u32 = SORT_THREADS / 32;
-/// Counts that a block scans at a time, eight a thread; the counts are padded to a multiple of it.
+/// Counts that a block scans at a time, eight a thread; the number of counts is padded to a multiple of it.
 pub const SCAN_CHUNK: u32 = SORT_THREADS * 8;
 /// Dynamic shared memory of the scan: the warps' sums, and where the chunk begins.
 pub const SCAN_SHARED_BYTES: u32 = (WARPS + 1) * 4;
-/// Pairs whose memory accesses a thread has under way together.
+/// Pairs for which a thread has memory accesses in flight at the same time.
 const AT_ONCE: usize = 4;
 
 /// Parameters of `token_copy_check`. Grid: any. No shared memory. Only counts refusals.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Check<I> {
-    /// The pairs to look at.
+    /// The pairs to check.
     pub pairs: Pairs<I>,
 }
 
@@ -40,10 +40,11 @@ pub struct Check<I> {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sort<I> {
-    /// What to sort; refused pairs are left out. Regions have fewer than 2³² − 1 records, and there are
-    /// fewer pairs than that.
+    /// The pairs to sort; refused pairs are left out. Regions have fewer than 2³² − 1 records, and there are fewer
+    /// pairs than that.
     pub pairs: Pairs<I>,
-    /// `[buckets]` zero before the count; then how many pairs each bucket has, and after the scan where it begins.
+    /// `[buckets]`: zero before the count; then the number of pairs in each bucket; after the scan, where each bucket
+    /// begins.
     pub counts: GlobalMut<u32>,
     /// `[pairs]` the rank of each pair in its bucket.
     pub ranks: GlobalMut<u32>,
@@ -55,14 +56,14 @@ pub struct Sort<I> {
     pub by_destination: u32,
 }
 
-/// Parameters of [`token_copy_scan`]. Grid: any; a block for each [`SCAN_CHUNK`] is most. Shared memory:
+/// Parameters of [`token_copy_scan`]. Grid: any; more than a block for each [`SCAN_CHUNK`] is of no use. Shared memory:
 /// [`SCAN_SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Scan {
-    /// `[chunks * SCAN_CHUNK]` counts, 16-byte aligned; becomes where each bucket begins.
+    /// `[chunks * SCAN_CHUNK]` counts, 16-byte aligned; replaced by where each bucket begins.
     pub counts: GlobalMut<u32>,
-    /// `[1]` zero before; becomes the number of pairs sorted.
+    /// `[1]` zero before; then the number of pairs sorted.
     pub total: GlobalMut<u32>,
     /// Chunks of counts.
     pub chunks: u32,
@@ -75,7 +76,7 @@ impl<I: Index> Sort<I> {
     }
 }
 
-/// This thread's first pair, and how far it is to the next.
+/// This thread's first pair, and the distance to its next.
 #[inline(always)]
 fn stride() -> (u64, u64) {
     let first = thread::block_idx_x() as u64 * SORT_THREADS as u64 + thread::thread_idx_x() as u64;
@@ -189,7 +190,7 @@ fn running_sum(value: u32) -> u32 {
     sum
 }
 
-/// Where four buckets of these counts begin, if the first begins at `first`.
+/// Where four buckets in a row with these counts begin, if the first begins at `first`.
 #[inline(always)]
 fn positions(first: u32, counts: [u32; 4]) -> [u32; 4] {
     let second = first + counts[0];
@@ -228,7 +229,7 @@ pub unsafe fn token_copy_scan(p: Scan) {
             let first = begin.load(0) + before;
             p.counts.store16(at, positions(first, low));
             p.counts.store16(at + 4, positions(first + low_sum, high));
-            // Nobody overwrites a sum that another has yet to read.
+            // No thread may overwrite a sum that another thread has yet to read.
             thread::sync_threads();
             chunk += thread::grid_dim_x();
         }

@@ -1,6 +1,6 @@
-//! The copies that take the pairs in the order of their sources.
+//! The copies that take the pairs sorted by source.
 //!
-//! A warp takes 32 sorted pairs at a time, one a lane, and hands them round by shuffles.
+//! A warp takes 32 sorted pairs at a time, one in each lane, and passes them round by shuffles.
 //!
 //! # Safety
 //! A launch has memory as its parameter block says. Lanes may store to one record at once, where pairs share a
@@ -11,12 +11,12 @@ use gpu_kernels::unroll;
 
 use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, THREADS, UNIT_BYTES, copy_record};
 
-/// Threads of a block of the grouped copy. A warp has up to eight records under way, so four warps on each of a few SMs
-/// are enough, and leave most of the registers to the kernels of other queues.
+/// Threads of a block of the grouped copy. A warp has up to eight records in flight, so four warps on each of a few SMs
+/// are enough, and most registers are left to the kernels of other queues.
 pub const GROUPED_THREADS: u32 = 128;
-/// Records of a group: eight times 656 bytes are 41 lines of 128, and no fewer are whole lines.
+/// Records of a group: eight times 656 bytes are 41 lines of 128 bytes; fewer records are not whole lines.
 pub const GROUP: u32 = 1 << GROUP_SHIFT;
-/// Its logarithm: the [`super::Sort::shift`] that brings groups together and does not order them inside.
+/// The logarithm of `GROUP`: the [`super::Sort::shift`] that brings groups together without ordering their records.
 pub const GROUP_SHIFT: u32 = 3;
 /// Rounds of 32 units in which a warp reads a group.
 const GROUP_ROUNDS: usize = (GROUP * MLA_UNITS).div_ceil(32) as usize;
@@ -25,16 +25,16 @@ const GROUP_ROUNDS: usize = (GROUP * MLA_UNITS).div_ceil(32) as usize;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SortedCopy<I> {
-    /// `[total]` what `token_copy_scatter` wrote: pairs that are all in their regions.
+    /// `[total]` the pairs that `token_copy_scatter` wrote, all of them in their regions.
     pub sorted: Global<u64>,
-    /// `[1]` how many.
+    /// `[1]` how many pairs there are.
     pub total: Global<u32>,
-    /// From where to where. What does not fit the kernel is not copied.
+    /// The two regions. Records that do not fit the kernel are not copied.
     pub regions: Regions<I>,
 }
 
 impl<I: Index> SortedCopy<I> {
-    /// Calls `body` with the warp's next pairs, one a lane, and how many there are, until there are no more.
+    /// Calls `body` with the warp's next pairs, one in each lane, and their number, until there are no more.
     ///
     /// # Safety
     /// As the parameter block says. Whole blocks of so many `warps` call it.
@@ -55,7 +55,8 @@ impl<I: Index> SortedCopy<I> {
     }
 }
 
-/// A warp a record; what is in its registers is not read again. `UNITS` is the size of a record, or 0 for any.
+/// One warp a record. A record that is in the registers already is not read again. `UNITS` is the size of a record, or
+/// 0 for any.
 ///
 /// # Safety
 /// As the parameter block says. Whole blocks of [`THREADS`] call it. `ROUNDS` of 32 units hold `UNITS`.
@@ -103,11 +104,11 @@ unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I
     }
 }
 
-/// A warp a group of eight records of 656 bytes, read as whole lines.
+/// One warp for each group of eight records of 656 bytes, which it reads as whole lines.
 ///
-/// Lane `l` holds unit `32 r + l` of the group for each round `r`; of the group's eight records, lane `s` keeps the
-/// books of record `s`: which of the 32 pairs want it. The warp reads what is wanted by anyone, once. Then each record
-/// goes to its first pair's place, all of them together; then to its second's, and so on.
+/// Lane `l` holds unit `32 r + l` of the group in each round `r`. Lane `s`, below eight, also notes for record `s` of
+/// the group which of the 32 pairs want it. The warp reads, once, what any pair wants. Then it writes each record to
+/// the destination of the record's first pair, all records together; then to that of the second pair, and so on.
 ///
 /// # Safety
 /// As the parameter block says. Whole blocks of [`GROUPED_THREADS`] call it.
@@ -136,7 +137,7 @@ unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
                 let mut data = [[0u32; 4]; GROUP_ROUNDS];
                 unroll!(R < GROUP_ROUNDS; {
                     let unit = lane + 32 * R as u32;
-                    // Past the eighth record, a lane's books are empty.
+                    // Lanes from the eighth on note nothing, so units past the eighth record are not read.
                     if warp::shuffle_idx(wanted, unit / MLA_UNITS) != 0 {
                         data[R] = from.load16((unit * UNIT_BYTES) as usize);
                     }

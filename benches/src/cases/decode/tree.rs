@@ -1,5 +1,5 @@
-//! A step whose rows are a tree of drafts: four tokens at each depth, of which the first has children. Where its rows
-//! would lie in two splits of the keys they are a chain, as [`plan_tree`](tree::plan_tree) has it.
+//! A step whose rows are a tree of drafts: four tokens at each depth, of which the first has children. If its rows
+//! would lie in two splits of the keys, they are a chain instead, as in [`plan_tree`](tree::plan_tree).
 
 use gpu_kernels::attention::SPLIT;
 use gpu_kernels::draft_model::DraftWords;
@@ -12,12 +12,13 @@ use host::Error;
 use host::device::{Buffer, Device};
 use host::forward::{Forward, RowOutput};
 
-/// Tokens at a depth.
+/// Tokens at each depth.
 const BRANCHES: u32 = 4;
-/// More passes of a drafter than a tree is deep; a chain goes on as a match does.
+/// Passes of the drafter: more than a tree is deep. A chain continues after them with drafts that count as an n-gram
+/// match's.
 const PASSES: u32 = 5;
 
-/// What a drafter has left of such a tree.
+/// What a drafter would have left for such a tree.
 pub(super) struct Tree {
     words: Buffer<u32>,
     drafts: Buffer<i32>,
@@ -27,7 +28,7 @@ pub(super) struct Tree {
     vocab: u32,
 }
 
-/// The token of a pass.
+/// The token that a pass proposes for a branch.
 fn token(pass: u32, branch: u32, vocab: u32) -> u32 {
     (1000 * pass + 77 * branch + 3) % vocab
 }
@@ -60,7 +61,7 @@ impl Tree {
         })
     }
 
-    /// Enqueues the plan of a step of so many rows of the sequence, whose history they leave room for.
+    /// Enqueues the plan of a step of `rows` rows of the sequence.
     ///
     /// # Safety
     /// The state is of live buffers, and the history has `context` tokens and room for one more.
@@ -96,7 +97,7 @@ impl Tree {
         unsafe { forward.device().launch::<tree::plan_tree>(1, 0, plan) }
     }
 
-    /// How many of these logits differ from those of passes over each row's path alone, from position `root` on.
+    /// How many of `logits` differ from those of separate passes over each row's path, from position `root` on.
     pub fn differing(
         &self,
         forward: &Forward,
@@ -108,7 +109,7 @@ impl Tree {
         let rows = logits.len() as u32 / self.vocab;
         let branches = if root % SPLIT + rows <= SPLIT { BRANCHES } else { 1 };
         for (row, found) in (0..).zip(logits.chunks(self.vocab as usize)) {
-            // Row 0 is the root; then come as many at each depth.
+            // Row 0 is the root. After it, each depth has the same number of rows.
             let depth = u32::div_ceil(row, branches);
             let mut path: Vec<i32> = (1..depth).map(|depth| token(depth - 1, 0, self.vocab) as i32).collect();
             if row > 0 {

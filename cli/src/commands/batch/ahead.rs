@@ -1,4 +1,4 @@
-//! Requests, read and understood before a device has room for them.
+//! Requests that are read and parsed before a device has room for them.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -20,19 +20,19 @@ use crate::args::batch::Shard;
 pub struct Ahead {
     /// The requests.
     pub lines: Lines,
-    /// Where they come from.
+    /// Where the requests come from.
     pub requests: PathBuf,
-    /// Understands them.
+    /// Parses requests.
     pub reader: Reader,
-    /// Digests of the lines that the output has results for.
+    /// For each line that the output has a result for, the request's digest.
     pub done: HashMap<u64, u64>,
-    /// The output.
+    /// The output's path.
     pub output: PathBuf,
-    /// Which requests are wanted.
+    /// The share of the requests that is wanted.
     pub shard: Option<Shard>,
-    /// Hashes of the `custom_id`s so far, with their lines.
+    /// For the hash of each `custom_id` so far, its line.
     pub seen: HashMap<u64, u64>,
-    /// Where results are written in the order of the requests.
+    /// Results that are held back, if results are written in the order of the requests.
     pub held: Option<Arc<Held>>,
 }
 
@@ -41,17 +41,17 @@ pub struct Ahead {
 pub struct Held {
     /// How many results were written.
     pub written: AtomicU64,
-    /// Of those that wait.
+    /// Bytes of the results that wait.
     pub bytes: AtomicU64,
 }
 
 impl Held {
-    /// So many results at most may wait…
+    /// Most results that may wait…
     const MOST: u64 = 8192;
-    /// …and about so many bytes of them.
+    /// …and roughly the most bytes of them.
     const MOST_BYTES: u64 = 256 << 20;
 
-    /// Whether too much waits for another request to be taken on, where `begun` were so far.
+    /// Whether too much waits to take on another request. `begun` requests were taken on so far.
     fn is_full(&self, begun: u64) -> bool {
         begun - self.written.load(Ordering::Relaxed) > Self::MOST
             || self.bytes.load(Ordering::Relaxed) > Self::MOST_BYTES
@@ -62,22 +62,22 @@ impl Held {
 pub struct Work {
     /// Its place among the requests of this run.
     pub number: u64,
-    /// Whose.
+    /// How its result is named.
     pub name: Name,
-    /// What.
+    /// What is asked for.
     pub wanted: Wanted,
 }
 
-/// What the thread has made of a line.
+/// What became of a line.
 enum Item {
     Wanted(Name, Wanted),
     Refused(Name, Refusal),
-    /// An earlier run has done it.
+    /// An earlier run has answered it.
     Done,
 }
 
 impl Ahead {
-    /// Sends every line of the share on; ends early if nobody listens.
+    /// Sends on every line of the share. Ends early if nobody receives them.
     ///
     /// # Errors
     /// If lines cannot be read, or are not those that the output has results for.
@@ -101,7 +101,7 @@ impl Ahead {
                     work.send(Work { number: number - 1, name, wanted }).is_ok()
                 }
             };
-            // Where results are held back for a slow one before them, they must not become ever more.
+            // Results that are held back for a slow one before them must not pile up without bound.
             while self.held.as_ref().is_some_and(|held| held.is_full(number)) {
                 std::thread::sleep(Duration::from_millis(2));
             }
@@ -139,10 +139,10 @@ impl Ahead {
     }
 }
 
-/// Whether the output has a result of this line, by the digests of those that it has.
+/// Whether the output has a result for this line. `done` has the digests of the lines that it has results for.
 ///
 /// # Errors
-/// It has one of another line of this number.
+/// If the output has a result for another line of this number.
 pub fn is_done(done: &HashMap<u64, u64>, identity: Identity, output: &Path) -> anyhow::Result<bool> {
     match done.get(&identity.line) {
         None => Ok(false),
@@ -155,7 +155,7 @@ pub fn is_done(done: &HashMap<u64, u64>, identity: Identity, output: &Path) -> a
     }
 }
 
-/// Says that the output has `count` results of lines that are not among the requests.
+/// The error for an output that has `count` results of lines that are not among the requests.
 pub fn beyond(count: usize, output: &Path) -> anyhow::Error {
     anyhow!(
         "{} has {count} results of lines that are not among the requests: they have changed; give the same, or name another output",

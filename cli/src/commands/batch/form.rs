@@ -1,20 +1,21 @@
-//! What a request says of the form of its answer: as OpenAI has it, and as vLLM's users write it.
+//! What a request says about the form of its answer, in OpenAI's fields and in vLLM's.
 
 use model::Shape;
 use serde_json::{Map, Value};
 
 use super::request::{Refusal, is_nothing, quoted};
 
-/// Fields that are forms by themselves.
+/// Fields that each ask for a form.
 const GUIDED: [&str; 4] = ["guided_json", "guided_regex", "guided_choice", "guided_grammar"];
-/// What `structured_outputs` may say besides that changes nothing here, with what it may be.
+/// Fields of `structured_outputs` that change nothing here, each with the only value that is accepted; `None` accepts
+/// both.
 const IDLE: [(&str, Option<bool>); 3] =
     [("disable_any_whitespace", None), ("disable_fallback", None), ("disable_additional_properties", Some(false))];
 
-/// The shape that a request's fields ask for, with the name of the field; `get` gives a field that is there.
+/// The shape that a request's fields ask for, with the name of the field. `get` returns a field if it is there.
 ///
 /// # Errors
-/// More than one, or what is none.
+/// If more than one form is asked for, or a field does not describe a form.
 pub fn shape<'v>(get: impl Fn(&str) -> Option<&'v Value>) -> Result<Option<(&'static str, Shape)>, Refusal> {
     let mut found: Vec<(&'static str, Shape)> = Vec::new();
     let given = |name: &str| get(name).filter(|value| !is_nothing(value));
@@ -54,7 +55,7 @@ fn response_format(format: &Value) -> Result<Option<Shape>, Refusal> {
                 return Err(Refusal::invalid(format!("`strict` must be true or false, and is {strict}")));
             }
             let wrong = || Refusal::invalid("`json_schema` must have a `schema`");
-            // Followed to the letter also where that is not asked for.
+            // The schema is followed strictly even if `strict` is not set.
             Ok(Some(Shape::JsonSchema(schema.get("schema").ok_or_else(wrong)?.clone())))
         }
         _ => {
@@ -95,7 +96,7 @@ fn structured_outputs(outputs: &Value) -> Result<Shape, Refusal> {
     })
 }
 
-/// A form by the name of its kind; `field` is what the value stands in.
+/// The shape of a form of this `kind`. `field` is the name of the field that holds `value`, for messages.
 fn of_kind(kind: &str, value: &Value, field: &str) -> Result<Shape, Refusal> {
     let wrong = |what: &str| Refusal::invalid(format!("`{field}` must be {what}, and is {}", quoted(value)));
     let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a text"));

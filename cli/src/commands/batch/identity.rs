@@ -13,19 +13,19 @@ pub const PREFIX: &str = "batch_req_";
 /// A line of the requests. Written as `batch_req_LINE_DIGEST`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Identity {
-    /// Counted from 1.
+    /// The line's number, counted from 1.
     pub line: u64,
-    /// XXH3 of the line's bytes, its end left out.
+    /// XXH3 of the line's bytes, without its end.
     pub digest: u64,
 }
 
 impl Identity {
-    /// Of a line.
+    /// The identity of a line.
     pub fn of(line: u64, bytes: &[u8]) -> Self {
         Self { line, digest: xxh3_64(bytes) }
     }
 
-    /// As it is written.
+    /// Reads an identity as it is written.
     pub fn parse(text: &str) -> Option<Self> {
         let (line, digest) = text.strip_prefix(PREFIX)?.split_once('_')?;
         Some(Self { line: line.parse().ok()?, digest: u64::from_str_radix(digest, 16).ok()? })
@@ -38,22 +38,23 @@ impl fmt::Display for Identity {
     }
 }
 
-/// What a request is known by: its `custom_id`, or for one that has none the number of its line.
+/// What a request is known by: its `custom_id`, or the number of its line if it has none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Key {
-    /// The request's own.
+    /// The request's `custom_id`.
     Id(String),
-    /// The line.
+    /// The number of the request's line.
     Line(u64),
 }
 
 impl Key {
-    /// Of a line, which may be anything; where its id is there twice, for which it is refused, the last.
+    /// The key of a line, which may hold anything. If the line has two `custom_id`s, the last counts here; the request
+    /// is refused for it later.
     pub fn of(line: u64, bytes: &[u8]) -> Self {
         json::custom_id(bytes).map_or(Key::Line(line), Key::Id)
     }
 
-    /// A hash that is the same everywhere and always.
+    /// A hash that is the same on every machine and in every version.
     pub fn hash(&self, seed: u64) -> u64 {
         match self {
             Key::Id(id) => xxh3_64_with_seed(id.as_bytes(), seed),
@@ -61,7 +62,7 @@ impl Key {
         }
     }
 
-    /// Whether it is in `shard`.
+    /// Whether the request is in `shard`.
     pub fn is_in(&self, shard: Option<Shard>) -> bool {
         shard.is_none_or(|shard| self.hash(0) % shard.count == shard.index)
     }

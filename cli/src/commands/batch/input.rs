@@ -8,10 +8,11 @@ use anyhow::Context;
 use flate2::bufread::MultiGzDecoder;
 use host::batch::BatchOptions;
 
-/// Bytes of a line at most; a longer one is refused and passed over, so that memory stays bounded.
+/// Most bytes of a line. A longer line is refused and skipped, so that memory stays bounded.
 pub const LONGEST: u64 = 64 << 20;
 const BUFFER: usize = 256 << 10;
-/// What some programs put before UTF-8 text, which is none of it; and before UTF-16, either way around.
+/// The byte order mark that some programs put before UTF-8 text, of which it is no part. Below, those of UTF-16 in
+/// either byte order.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 const UTF_16: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 
@@ -26,14 +27,14 @@ pub struct Lines {
 pub struct Line {
     /// Counted from 1.
     pub number: u64,
-    /// None if it is longer than [`LONGEST`].
+    /// The line's bytes; `None` if it is longer than [`LONGEST`].
     pub bytes: Option<Vec<u8>>,
 }
 
-/// How many requests a file has, if they are few: then no more can run at once, and a device is prepared for so many.
-/// None of what is no file, or cannot be read.
+/// The number of requests in a file, if they are few. No more than that can run at once, so a device is prepared for
+/// that many. `None` if there are more, if `path` is not a file, or if it cannot be read.
 pub fn count_few(path: &Path) -> Option<u32> {
-    // A pipe is read once.
+    // A pipe can be read only once.
     if !path.is_file() {
         return None;
     }
@@ -63,7 +64,7 @@ impl Lines {
         Self::unpack(raw).with_context(|| cannot_read(path))
     }
 
-    /// Reads `raw`, which may be packed: its first bytes tell, so that a pipe may be packed too.
+    /// Reads `raw`, which may be packed. The first bytes tell, so this works for a pipe as well.
     fn unpack(raw: Box<dyn Read + Send>) -> io::Result<Self> {
         let mut raw = raw;
         let mut first = Vec::new();
@@ -83,7 +84,7 @@ impl Lines {
     /// The next line that is not blank.
     ///
     /// # Errors
-    /// If it cannot be read, or what is packed is broken.
+    /// If it cannot be read, or packed data is broken.
     pub fn next(&mut self) -> io::Result<Option<Line>> {
         loop {
             let mut bytes = Vec::new();
@@ -115,7 +116,7 @@ impl Lines {
     }
 }
 
-/// What is said where `path` cannot be read.
+/// The message if `path` cannot be read.
 pub fn cannot_read(path: &Path) -> String {
     if path.as_os_str() == "-" {
         "cannot read standard input".into()
@@ -136,7 +137,7 @@ pub enum Packing {
 }
 
 impl Packing {
-    /// By a file's name.
+    /// The packing that a file's name asks for.
     pub fn of_name(path: &Path) -> Self {
         match path.extension().and_then(|e| e.to_str()) {
             Some("gz") => Packing::Gz,
@@ -145,7 +146,7 @@ impl Packing {
         }
     }
 
-    /// What a packed text may begin with: RFC 1952; RFC 8878, a frame, or one that readers skip.
+    /// What packed data may begin with. gzip: RFC 1952. Zstandard: RFC 8878, a frame or a skippable frame.
     fn magic(self) -> &'static [&'static [u8]] {
         match self {
             Packing::None => &[&[]],
@@ -154,38 +155,38 @@ impl Packing {
         }
     }
 
-    /// By a text's first bytes.
+    /// The packing of data that begins with `first`.
     pub fn of_bytes(first: &[u8]) -> Self {
         let is = |packing: &Packing| packing.magic().iter().any(|magic| first.starts_with(magic));
         [Packing::Gz, Packing::Zst].into_iter().find(is).unwrap_or(Packing::None)
     }
 
-    /// Whether a text packed so may begin with these bytes, which may be cut short.
+    /// Whether data of this packing may begin with these bytes, which may be cut short.
     pub fn may_begin(self, first: &[u8]) -> bool {
         self.magic().iter().any(|magic| magic.iter().zip(first).all(|(a, b)| a == b))
     }
 
-    /// What each member begins with that this program writes, and nobody reads: a gzip member's comment; a frame of its
-    /// own before one of Zstandard's.
+    /// The bytes with which each member that this program writes begins, and which readers ignore: the comment of a
+    /// gzip member, or a skippable frame before a Zstandard frame.
     pub fn begin(self) -> Vec<u8> {
         let name = WHOSE.as_bytes();
         match self {
             Packing::None => Vec::new(),
-            // Deflated, with a comment; no time, from any system.
+            // Deflate, with a comment, no time, and an unknown system.
             Packing::Gz => [&[0x1f, 0x8b, 8, 0x10, 0, 0, 0, 0, 0, 0xff], name, &[0]].concat(),
             Packing::Zst => [SKIPPED, &(name.len() as u32).to_le_bytes(), name].concat(),
         }
     }
 
-    /// Whether these bytes, which may be cut short, begin such a member.
+    /// Whether these bytes, which may be cut short, begin a member of this program.
     pub fn begins(self, bytes: &[u8]) -> bool {
         self.begin().iter().zip(bytes).all(|(a, b)| a == b)
     }
 }
 
-/// What says that a packed file is this program's.
+/// Marks a packed file as this program's.
 pub const WHOSE: &str = "warpdraft";
-/// The magic number of a frame that readers skip.
+/// The magic number of a skippable frame.
 const SKIPPED: &[u8] = &[0x50, 0x2a, 0x4d, 0x18];
 
 #[cfg(test)]
@@ -227,7 +228,7 @@ mod tests {
         let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gz.write_all(b"a\nb\n").unwrap();
         let gz = gz.finish().unwrap();
-        // Members one after the other are one text.
+        // Several members in a row are one text.
         assert_eq!(lines([gz.clone(), gz].concat()).len(), 4);
         let zst = zstd::stream::encode_all(&b"a\nb\n"[..], 3).unwrap();
         assert_eq!(lines([zst.clone(), zst.clone()].concat()).len(), 4);

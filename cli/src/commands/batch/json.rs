@@ -1,4 +1,4 @@
-//! The JSON of a request: no field may be there twice, of which readers take now the first and now the last.
+//! The JSON of a request. No field may be there twice: of two, some readers take the first and some the last.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use model::text::shown;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// Reads `text`; the error says what is wrong with it.
+/// Parses `text`. The error says what is wrong with it.
 pub fn parse(text: &str) -> Result<Value, String> {
     let mut twice = None;
     let mut reader = serde_json::Deserializer::from_str(text);
@@ -17,7 +17,7 @@ pub fn parse(text: &str) -> Result<Value, String> {
     })
 }
 
-/// A parser's error in a person's words.
+/// A parser's error, in words for a person.
 fn what_is_wrong(error: &serde_json::Error) -> String {
     let (column, said) = (error.column(), error.to_string());
     if error.is_eof() {
@@ -46,7 +46,7 @@ fn what_is_wrong(error: &serde_json::Error) -> String {
     )
 }
 
-/// The last `custom_id` of an object that is a text, as far as the line is JSON.
+/// The last `custom_id` of an object, if it is a text; `None` if the line is not JSON.
 pub fn custom_id(line: &[u8]) -> Option<String> {
     struct Ids;
     impl<'de> Visitor<'de> for Ids {
@@ -96,7 +96,7 @@ impl Visitor<'_> for IsId {
     }
 }
 
-/// A value; notes the first name that is twice in an object.
+/// Parses a value, and notes the first name that an object has twice.
 struct Strict<'n> {
     twice: &'n mut Option<String>,
 }

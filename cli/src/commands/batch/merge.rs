@@ -18,20 +18,20 @@ use crate::resolve::batch::Merge;
 /// A result in the spill file.
 struct Entry {
     identity: Identity,
-    /// XXH3 of its line.
+    /// XXH3 of the result's line.
     digest: u64,
-    /// Which file it came from.
+    /// The index of the file that it came from.
     shard: usize,
     start: u64,
     length: u64,
 }
 
-/// Runs the command. Results are gathered in an unnamed file beside the output, so memory holds their places alone, and
-/// packed shards are as good as others.
+/// Runs the command. Results are gathered in an unnamed file beside the output. So memory holds only their places, and
+/// packed shards work as well as others.
 ///
 /// # Errors
-/// A file that cannot be read or written, or holds something else; results of different requests; an output that is
-/// there.
+/// If a file cannot be read or written, or holds something else; if results are of different requests; if the output
+/// exists.
 pub fn run(command: &Merge) -> anyhow::Result<Ending> {
     let Merge { shards, output, requests, report } = command;
     let to_stdout = output.as_os_str() == "-";
@@ -46,7 +46,7 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
 
     let mut entries = Vec::new();
     let (mut end, mut unsealed) = (0, 0);
-    // Of the first answer, and its file.
+    // The fingerprint of the first answer, and the file with that answer.
     let mut made_by: Option<(String, &Path)> = None;
     for (number, shard) in shards.iter().enumerate() {
         let torn = || {
@@ -125,7 +125,7 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
         let mut stream = File::options().write(true).open(output).with_context(cannot_write)?;
         copy(&mut spill, &entries, &mut packer, &mut |bytes| stream.write_all(bytes).with_context(cannot_write))?;
     } else {
-        // Under its name once it is whole.
+        // The file gets its name once it is whole.
         let mut file = tempfile::NamedTempFile::new_in(&folder).map_err(without_path).with_context(cannot_write)?;
         copy(&mut spill, &entries, &mut packer, &mut |bytes| file.write_all(bytes).with_context(cannot_write))?;
         file.as_file().sync_data().with_context(cannot_write)?;
@@ -140,7 +140,7 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
     Ok(Ending::Done)
 }
 
-/// The system's words for what went wrong, without the name of a temporary file, which says nothing to a person.
+/// The system's own error, without the name of a temporary file, which means nothing to a person.
 fn without_path(error: Error) -> Error {
     match error.get_ref().and_then(|inner| inner.source()).and_then(|source| source.downcast_ref::<Error>()) {
         Some(system) => system.raw_os_error().map_or_else(|| system.kind().into(), Error::from_raw_os_error),
@@ -148,7 +148,7 @@ fn without_path(error: Error) -> Error {
     }
 }
 
-/// Every request has its result.
+/// Checks that every request has its result.
 fn check(requests: &Path, entries: &[Entry]) -> anyhow::Result<()> {
     let mut lines = Lines::open(requests)?;
     let mut entries = entries.iter().map(|entry| entry.identity).peekable();
@@ -178,7 +178,7 @@ fn check(requests: &Path, entries: &[Entry]) -> anyhow::Result<()> {
     }
 }
 
-/// Copies the results in their order.
+/// Copies the results in the order of `entries`.
 fn copy(
     spill: &mut File,
     entries: &[Entry],

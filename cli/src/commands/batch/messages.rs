@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::request::{Refusal, is_nothing, quoted};
 
-/// What is between the texts of a message whose content has several parts: as transformers' server joins them.
+/// What joins the texts of a message whose content has several parts, as in transformers' server.
 const BETWEEN_PARTS: &str = " ";
 
 /// The messages of a request.
@@ -56,7 +56,7 @@ fn message(message: &Value) -> Result<Message, Refusal> {
     })
 }
 
-/// A text, or parts of text; the assistant may have said nothing.
+/// A text, or the joined parts of one. The assistant's may be empty.
 fn content(content: Option<&Value>, role: Role) -> Result<String, Refusal> {
     match content {
         Some(Value::String(text)) => Ok(text.clone()),
@@ -75,7 +75,7 @@ fn content(content: Option<&Value>, role: Role) -> Result<String, Refusal> {
     }
 }
 
-/// Calls that the assistant has made, as the template is to have them.
+/// Calls that the assistant has made, in the form that templates expect.
 fn tool_calls(calls: &Value) -> Result<Vec<Value>, Refusal> {
     let calls = calls.as_array().ok_or_else(|| Refusal::invalid("`tool_calls` must be an array"))?;
     let check = |call: &Value| {
@@ -88,7 +88,7 @@ fn tool_calls(calls: &Value) -> Result<Vec<Value>, Refusal> {
     calls.iter().map(check).collect()
 }
 
-/// The field `function` of an object of the type `function`.
+/// The field `function` of an object whose type is `function`.
 fn function<'v>(object: &'v Value, what: &str) -> Result<&'v Map<String, Value>, Refusal> {
     if let Some(kind) = object.get("type").filter(|kind| *kind != "function") {
         let kind = quoted(kind);
@@ -99,7 +99,7 @@ fn function<'v>(object: &'v Value, what: &str) -> Result<&'v Map<String, Value>,
     named.ok_or_else(|| Refusal::invalid(format!("{what} must have a `function` with a `name`")))
 }
 
-/// The tools that the model is told of: none if it must not call any.
+/// The tools that the model is told about: none if it must not call any.
 pub fn tools<'v>(tools: Option<&'v Value>, choice: Option<&Value>) -> Result<&'v [Value], Refusal> {
     let wanted = choice.is_none_or(|choice| choice != "none");
     let Some(tools) = tools.filter(|tools| !is_nothing(tools)) else { return Ok(&[]) };
@@ -108,7 +108,7 @@ pub fn tools<'v>(tools: Option<&'v Value>, choice: Option<&Value>) -> Result<&'v
     Ok(if wanted { tools } else { &[] })
 }
 
-/// Of the `tools` that the model is told of, those of which it has to call one: none if that is its own choice.
+/// Those of `tools` of which the model has to call one; `None` if it may choose.
 pub fn must_call(tools: &[Value], choice: Option<&Value>) -> Result<Option<Vec<Tool>>, Refusal> {
     let unknown = |choice: &Value| {
         let choice = quoted(choice);
@@ -138,11 +138,11 @@ pub fn must_call(tools: &[Value], choice: Option<&Value>) -> Result<Option<Vec<T
     }
 }
 
-/// A tool that was found to be one.
+/// Converts a tool that was checked before.
 fn tool(tool: &Value) -> Tool {
     let function = &tool["function"];
     let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
-    // As OpenAI has it: without parameters there are none.
+    // As with OpenAI, a tool without `parameters` takes none.
     let parameters = parameters.unwrap_or_else(|| json!({"type": "object", "additionalProperties": false}));
     Tool { name: function["name"].as_str().unwrap_or_default().to_owned(), parameters }
 }

@@ -40,27 +40,27 @@ use crate::progress::Progress;
 use crate::resolve::batch::{Batch as Command, Defaults, Run};
 use crate::{Ending, loading, output as printing};
 
-/// Requests on their way to the line for the devices, and results on theirs to the output.
+/// Capacity of the two queues: of requests on their way to the devices, and of results on their way to the output.
 const AHEAD: usize = 64;
 
-/// What reaches the thread that writes.
+/// What the writing thread receives.
 enum Event {
     /// An earlier run has done a request.
     DoneBefore,
     /// A request cannot be answered: its place among the requests, and the line of its result.
     Refused(u64, String),
-    /// A request is answered: as above, and whether a limit cut the answer off.
+    /// A request is answered: its place, the line of its result, and whether a limit cut the answer off.
     Answered(u64, String, bool),
-    /// There are no more requests that can be read.
+    /// The rest of the requests cannot be read.
     Unreadable(anyhow::Error),
-    /// A worker has ended: everything is answered, it was told to stop, or its device has failed.
+    /// A worker has ended: all is answered, it was told to stop, or its device has failed.
     Left(Option<anyhow::Error>),
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever is wrong with the model, the device, the files; never with a single request.
+/// If something is wrong with the model, the device or the files; never because of a single request.
 pub fn run(command: Command) -> anyhow::Result<Ending> {
     match command {
         Command::Run(command) => answer_all(*command),
@@ -76,12 +76,12 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let _openings: Vec<_> = loads.iter().map(|load| load.device.open_ahead(&load.options)).collect();
     let checkpoint = loading::open(&source, OpenOptions { check_finite: false, weights }, report)?;
     let model = source.to_string();
-    // What is asked for is the same of all devices.
+    // All devices are asked for the same context.
     let asked = loads[0].context;
     loads[0].context_for(&checkpoint.config)?;
     let fingerprint = fingerprint(&checkpoint, asked, &defaults);
 
-    // Before the model is loaded: what is wrong here should be known at once.
+    // Before the model is loaded, so that what is wrong here is known at once.
     let (mut output, Earlier { done, unsealed }) = open_output(&to, ordered, &fingerprint)?;
     if report.is_told() {
         output::warn_of_unsealed(unsealed);
@@ -100,7 +100,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         loading::load_batch(checkpoint.clone(), load, options, report)
     };
     let batches = loads.into_iter().map(load).collect::<Result<Vec<_>, _>>()?;
-    // Any of the devices may get any request.
+    // Any device may get any request.
     let context = batches.iter().map(|batch| batch.context()).min().expect("at least one device");
     if report.is_told() && asked.is_none() {
         tell_context(context, checkpoint.config.max_position_embeddings);
@@ -119,7 +119,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         (metrics, std::thread::spawn(move || worker.run()))
     };
     let (progress, workers): (Vec<_>, Vec<_>) = batches.into_iter().map(start).unzip();
-    // If nobody takes requests any more, whoever sends them must know.
+    // The sender of requests must notice when no worker takes them any more.
     drop(work);
     let held = Arc::new(Held::default());
     let in_order = ordered.then(|| held.clone());
@@ -127,7 +127,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         Ahead { lines, requests, reader, done, output: to.clone(), shard, seen: HashMap::new(), held: in_order };
     std::thread::spawn(move || {
         if let Err(error) = ahead.run(&send_work, &send) {
-            // Nobody listens any more if the run has ended.
+            // Nobody receives this if the run has ended.
             let _ = send.send(Event::Unreadable(error));
         }
     });
@@ -149,7 +149,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     run.stop.store(true, Ordering::Relaxed);
     let (metrics, tally, first_error, bar) =
         (run.metrics(), run.tally, run.first_error.map(|(_, error)| error), run.bar);
-    // Results that are there are written whatever happened.
+    // Results that have arrived are written, whatever happened.
     let written = output.finish();
     let have_ended = ended.is_ok();
     let ended = ended.and_then(|ending| written.map(|()| ending));
@@ -161,16 +161,17 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
         printing::print_json(&summary, false)?;
     }
     if have_ended {
-        // All is told: what is left is to give devices back, which takes a card with much memory a while.
+        // Everything is reported. What is left is to give the devices back, which takes a while for a card with much
+        // memory.
         workers.into_iter().for_each(|worker| worker.join().unwrap_or_default());
     }
     ended
 }
 
-/// What results of a model, a context that was asked for, and settings have in common.
+/// A fingerprint of what results depend on: the model, the context that was asked for, and the settings.
 fn fingerprint(checkpoint: &Checkpoint, context: Option<usize>, defaults: &Defaults) -> String {
     let shape = defaults.shape(&checkpoint.generation);
-    // By default a card's memory decides, and an answer is the same wherever it has room.
+    // By default a card's memory decides the context, and an answer is the same wherever it has room.
     let context = context.map_or("default".to_owned(), |context| context.to_string());
     format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()))
 }
@@ -185,13 +186,13 @@ fn tell_context(context: usize, most: usize) {
 
 /// What earlier runs have left in the output.
 struct Earlier {
-    /// The lines of requests that have results, with their digests.
+    /// For each line of the requests that has a result, its digest.
     done: HashMap<u64, u64>,
     /// Results without a seal.
     unsealed: u64,
 }
 
-/// Opens the output, to go on behind what earlier runs of the same requests, with this `fingerprint`, have written.
+/// Opens the output, to continue after what earlier runs of the same requests with this `fingerprint` have written.
 fn open_output(to: &Path, ordered: bool, fingerprint: &str) -> anyhow::Result<(Output, Earlier)> {
     let mut earlier = Earlier { done: HashMap::new(), unsealed: 0 };
     let mut last = 0;
@@ -214,7 +215,7 @@ fn open_output(to: &Path, ordered: bool, fingerprint: &str) -> anyhow::Result<(O
     Ok((output, earlier))
 }
 
-/// Results that were written in another order than their requests have.
+/// The error for results that are not in the order of their requests.
 fn out_of_order(output: &Path) -> anyhow::Error {
     anyhow!(
         "{} has results that are not in the order of the requests, behind which --ordered cannot go on; leave it out and \
@@ -223,7 +224,7 @@ fn out_of_order(output: &Path) -> anyhow::Error {
     )
 }
 
-/// Results that go where requests come from would be read as requests.
+/// Refuses to write results to the file of the requests: they would be read as requests.
 fn refuse_same_file(requests: &Path, output: &Path) -> anyhow::Result<()> {
     match (std::fs::canonicalize(requests), std::fs::canonicalize(output)) {
         (Ok(from), Ok(to)) if from == to && from.is_file() => {
@@ -233,16 +234,17 @@ fn refuse_same_file(requests: &Path, output: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// The run, from the first request to the last result, as the thread that writes sees it.
+/// The run, from the first request to the last result, as the writing thread sees it.
 struct Running<'a> {
     events: Receiver<Event>,
     output: &'a mut Output,
     ordered: bool,
-    /// Where order matters: results that wait for one before them, and what the thread that reads must know of them.
+    /// Results that wait for one before them, if order matters; the reading thread sees through `held` how many they
+    /// are.
     waiting: BTreeMap<u64, String>,
     held: Arc<Held>,
     stop: Arc<AtomicBool>,
-    /// How many are at work.
+    /// How many workers have not ended.
     workers: usize,
     progress: Vec<Arc<Mutex<Metrics>>>,
     tally: Tally,
@@ -251,7 +253,7 @@ struct Running<'a> {
     bar: Bar,
 }
 
-/// The error of a result.
+/// The error in a result's line.
 fn error_of(result: &str) -> Value {
     serde_json::from_str::<Value>(result).map(|mut result| result["error"].take()).unwrap_or_default()
 }
@@ -276,7 +278,7 @@ impl Running<'_> {
                     self.tally.cut_off += u64::from(is_cut_off);
                     self.write(number, line);
                 }
-                // What was read before is answered all the same.
+                // What was read before the error is answered all the same.
                 Ok(Event::Unreadable(error)) => failed = failed.or(Some(error)),
                 Ok(Event::Left(error)) => {
                     self.workers -= 1;

@@ -1,11 +1,11 @@
-//! Where results go: appended a line at a time, so that whatever stops the program leaves whole lines and at most one
-//! torn end.
+//! Where results go. They are appended a line at a time, so whatever stops the program leaves whole lines and at most
+//! one torn end.
 //!
-//! A packed file is a row of gzip members or Zstandard frames, each of whole lines: readers of either take them as one
-//! text, and a torn end is a member that ends too soon. [`Output::open`] finds the end of what is whole and cuts the
-//! rest. Each member begins with bytes that say whose it is ([`Packing::begin`]): so a torn one is told from somebody
-//! else's, and from a damaged one that others follow. The file itself is locked while it is written; the system lets go
-//! of the lock with the process, however that ends.
+//! A packed file is a row of gzip members or Zstandard frames, each of whole lines. Readers of either format take them
+//! as one text. A torn end is a member that ends too soon. [`Output::open`] finds the end of what is whole and cuts off
+//! the rest. Each member begins with bytes that mark it as this program's ([`Packing::begin`]). They tell a torn member
+//! from another program's data, and from a damaged member that others follow. The file itself is locked while it is
+//! written. The system releases the lock when the process ends, however that happens.
 
 use std::fmt::Display;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -20,12 +20,12 @@ use super::input::{Packing, WHOSE};
 use super::result::{Seal, Written};
 use crate::output::{ClosedPipe, note};
 
-/// Packed lines are written once there are so many bytes of them…
+/// Packed lines are written once there are this many bytes of them…
 const FLUSH_BYTES: usize = 256 << 10;
-/// …or the first has waited for so long.
+/// …or the first of them has waited this long.
 const FLUSH_AFTER: Duration = Duration::from_millis(200);
 
-/// Results on their way.
+/// A file or stream that results are written to.
 pub struct Output {
     path: PathBuf,
     sink: Sink,
@@ -33,18 +33,18 @@ pub struct Output {
 }
 
 enum Sink {
-    /// A file, with the length of what is whole.
+    /// A file, and the length of its whole part.
     File(File, u64),
-    /// A pipe, a device, standard output: nothing to take up again.
+    /// A pipe, a device or standard output, which no later run can continue.
     Stream(Box<dyn Write>),
 }
 
 impl Output {
-    /// Opens `path`, or standard output for `-`. What an earlier run has left there is told to `found`, line by line,
-    /// and its torn end is cut.
+    /// Opens `path`, or standard output for `-`. Calls `found` with each line that an earlier run has left there, and
+    /// cuts off its torn end.
     ///
     /// # Errors
-    /// If another run writes there, if it holds something else than results, or if the system refuses.
+    /// If another run writes there, if it holds something other than results, or if the system refuses.
     pub fn open(path: &Path, found: &mut dyn FnMut(Written) -> anyhow::Result<()>) -> anyhow::Result<Self> {
         let packing = Packing::of_name(path);
         let output = |sink| Self { path: path.to_owned(), sink, packer: Packer::new(packing) };
@@ -79,7 +79,7 @@ impl Output {
         self.packer.push(line.as_bytes());
     }
 
-    /// Writes what is due.
+    /// Writes what was gathered, if it is due.
     ///
     /// # Errors
     /// As [`flush`](Self::flush).
@@ -87,10 +87,10 @@ impl Output {
         if self.packer.is_due() { self.flush() } else { Ok(()) }
     }
 
-    /// Writes all there is.
+    /// Writes all that was gathered.
     ///
     /// # Errors
-    /// A full disk, a closed pipe, or whatever else the system says. A file then ends with a whole line.
+    /// If the disk is full, a pipe is closed, or the system says anything else. A file then ends with a whole line.
     pub fn flush(&mut self) -> anyhow::Result<()> {
         let packed = self.packer.take()?;
         let written = match &mut self.sink {
@@ -100,7 +100,7 @@ impl Output {
                     Ok(())
                 }
                 Err(error) => {
-                    // Should this fail too, the next run cuts the end.
+                    // If this fails too, the next run cuts off the end.
                     let _ = file.set_len(*whole);
                     Err(error)
                 }
@@ -127,7 +127,7 @@ impl Output {
         }
     }
 
-    /// Writes all there is, and has the system put it on the disk.
+    /// Writes all that was gathered, and has the system put it on the disk.
     ///
     /// # Errors
     /// As [`flush`](Self::flush).
@@ -140,7 +140,7 @@ impl Output {
     }
 }
 
-/// Gathers lines to members.
+/// Gathers lines into members.
 pub struct Packer {
     packing: Packing,
     pending: Vec<u8>,
@@ -148,7 +148,7 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// With nothing in it.
+    /// A packer with nothing in it.
     pub fn new(packing: Packing) -> Self {
         Self { packing, pending: Vec::new(), since: Instant::now() }
     }
@@ -161,7 +161,7 @@ impl Packer {
         self.pending.extend_from_slice(line);
     }
 
-    /// Whether there is enough, or something has waited long enough.
+    /// Whether enough was gathered, or the first line has waited long enough.
     pub fn is_due(&self) -> bool {
         let waits = !self.pending.is_empty();
         waits
@@ -170,7 +170,7 @@ impl Packer {
                 || self.since.elapsed() >= FLUSH_AFTER)
     }
 
-    /// What was gathered, packed; nothing if nothing was.
+    /// What was gathered, packed; empty if nothing was.
     ///
     /// # Errors
     /// If packing fails.
@@ -183,7 +183,7 @@ impl Packer {
     }
 }
 
-/// Whole lines as a member of their own.
+/// Packs whole lines as one member.
 fn pack(lines: &[u8], packing: Packing) -> io::Result<Vec<u8>> {
     match packing {
         Packing::None => Ok(lines.to_vec()),
@@ -202,7 +202,7 @@ fn pack(lines: &[u8], packing: Packing) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Goes through what an earlier run has left, and gives the length of what is whole.
+/// Goes through what an earlier run has left. Returns the length of its whole part.
 fn scan(
     file: &mut File,
     path: &Path,
@@ -273,7 +273,7 @@ fn scan(
         if whole == 0 && !packing.begins(&rest) {
             bail!("{} holds something else than packed results of this program; name another output", path.display());
         }
-        // Behind a torn end there is nothing.
+        // Nothing follows a torn end.
         if rest.windows(packing.begin().len()).skip(1).any(|bytes| packing.begins(bytes)) {
             return Err(damaged(whole, &"it ends too soon, and others follow"));
         }
@@ -281,7 +281,7 @@ fn scan(
     Ok(whole)
 }
 
-/// Line `number` of `path` is a result that is not as it was written.
+/// The error for line `number` of `path`, a result that was changed after it was written.
 pub fn changed(path: &Path, number: u64) -> anyhow::Error {
     anyhow!(
         "line {number} of {} is a result that was changed since it was written (its digest is that of another); restore it from a copy, \
@@ -290,7 +290,7 @@ pub fn changed(path: &Path, number: u64) -> anyhow::Error {
     )
 }
 
-/// Says that `count` results have no digest.
+/// Warns of `count` results that have no digest.
 pub fn warn_of_unsealed(count: u64) {
     if count > 0 {
         note(&format!(
@@ -301,13 +301,13 @@ pub fn warn_of_unsealed(count: u64) {
 
 /// A line, or a member with several.
 struct Part {
-    /// Each line; none for one that is not ours. Of a torn line, what there is.
+    /// Each line; `None` for a line that is not ours. Of a torn line, as much as there is.
     lines: Vec<Option<Written>>,
-    /// Whether it is whole; if not, why: torn as [`UnexpectedEof`](io::ErrorKind::UnexpectedEof).
+    /// Whether the part is whole, and if not, why. A torn part has [`UnexpectedEof`](io::ErrorKind::UnexpectedEof).
     end: io::Result<()>,
 }
 
-/// A line of an unpacked file.
+/// Reads a line of an unpacked file.
 fn read_line(reader: &mut dyn BufRead) -> Part {
     let mut line = Vec::new();
     match reader.read_until(b'\n', &mut line) {
@@ -317,7 +317,7 @@ fn read_line(reader: &mut dyn BufRead) -> Part {
     }
 }
 
-/// All of a member.
+/// Reads all of a member.
 fn read_member(member: &mut dyn Read) -> Part {
     let mut reader = BufReader::new(member);
     let mut lines = Vec::new();
@@ -337,19 +337,19 @@ fn read_member(member: &mut dyn Read) -> Part {
     }
 }
 
-/// The beginning of a line of ours: it could have become anything, so that whose it is does not matter. Or zeros, as
-/// above.
+/// A torn line, if it can be ours: the beginning of a result, whose identity does not matter since it could have become
+/// any, or zeros, which a crash may leave.
 fn torn(line: &[u8]) -> Option<Written> {
     let is_ours = is_blank(line) || Written::begins(line);
     is_ours.then_some(Written { identity: Identity { line: 0, digest: 0 }, fingerprint: None, seal: Seal::None })
 }
 
-/// Whether there is nothing but zeros.
+/// Whether all bytes are zeros.
 fn is_blank(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| *byte == 0)
 }
 
-/// Counts what is consumed.
+/// Counts the bytes that are consumed.
 struct Counted<R> {
     inner: R,
     count: u64,
@@ -395,7 +395,7 @@ mod tests {
         Ok(lines)
     }
 
-    /// Whatever is cut off, what is left is whole lines from the first on, and more can follow.
+    /// Wherever a file is cut off, what is left is whole lines from the first on, and more can follow.
     #[test]
     fn a_torn_end_is_cut_wherever_it_is_torn() {
         let dir = tempfile::tempdir().unwrap();
@@ -444,7 +444,7 @@ mod tests {
         for (name, text) in [
             ("notes.gz", &b"not packed\n"[..]),
             ("notes.gz", &packed),
-            // Torn before there is anything to read.
+            // Torn before anything can be read.
             ("notes.gz", &gz[..15]),
             ("notes.gz", &gz),
             ("notes.zst", &zst[..15]),
@@ -481,7 +481,7 @@ mod tests {
         }
     }
 
-    /// Only an end may be torn: what is damaged before it is not for this program to throw away.
+    /// Only an end may be torn. What is damaged before it is not for this program to throw away.
     #[test]
     fn what_is_damaged_in_the_middle_is_left_alone() {
         let dir = tempfile::tempdir().unwrap();
@@ -498,7 +498,7 @@ mod tests {
                 let mut damaged = bytes.clone();
                 damaged[at] ^= 0x10;
                 std::fs::write(&path, &damaged).unwrap();
-                // A bit may not matter: of a name, say.
+                // Some bits do not matter, such as those of a name.
                 if let Ok(lines) = lines_in(&path) {
                     assert_eq!(lines, [1, 2, 3, 4], "{name} damaged at {at}");
                 }

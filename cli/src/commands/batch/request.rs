@@ -1,4 +1,4 @@
-//! A line of requests, understood.
+//! Parses a line of requests.
 
 use std::sync::OnceLock;
 
@@ -14,26 +14,26 @@ use super::{form, json, messages};
 use crate::form::behind_thought;
 use crate::resolve::batch::Defaults;
 
-/// What requests need to become jobs.
+/// What it takes to turn requests into jobs.
 pub struct Reader {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     generation: GenerationConfig,
     defaults: Defaults,
-    /// Most tokens of prompt and answer together, here and in the model.
+    /// Most tokens of prompt and answer together: here, and (`most`) in the model.
     context: usize,
     most: usize,
     vocab_size: usize,
-    /// Made when a request first asks for a form, or why they cannot be.
+    /// Made when a request first asks for a form; the refusal if the model can have none.
     forms: OnceLock<Result<Forms, Refusal>>,
 }
 
 /// A request that can be answered, as far as can be told without the model.
 #[derive(Debug)]
 pub struct Wanted {
-    /// For the engine.
+    /// The request, for the engine.
     pub request: host::Request,
-    /// Log-probabilities, and of how many likeliest tokens.
+    /// For how many of the likeliest tokens log-probabilities are wanted, if any are.
     pub logprobs: Option<u32>,
     /// Which endpoint it is for.
     pub endpoint: Endpoint,
@@ -44,31 +44,31 @@ pub struct Wanted {
 pub enum Endpoint {
     /// A prompt: `/v1/completions`.
     Completion,
-    /// Messages: `/v1/chat/completions`. Takes the answer apart.
+    /// Messages: `/v1/chat/completions`. The splitter takes the answer apart.
     Chat(Splitter),
 }
 
 /// Why a request cannot be answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// For programs.
+    /// A code, for programs.
     pub code: &'static str,
-    /// For people.
+    /// A sentence, for people.
     pub message: String,
 }
 
 impl Refusal {
-    /// With these words.
+    /// A refusal with this code and message.
     pub fn new(code: &'static str, message: impl Into<String>) -> Self {
         Refusal { code, message: message.into() }
     }
 
-    /// Of a request for what there is not.
+    /// A refusal of a request for something that is not supported.
     pub fn unsupported(message: impl Into<String>) -> Self {
         Self::new("unsupported", message)
     }
 
-    /// Of a request that is wrong in itself.
+    /// A refusal of a request that is wrong in itself.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new("invalid_request", message)
     }
@@ -118,7 +118,7 @@ const KNOWN: &[&str] = &[
     "top_p",
 ];
 
-/// Those that do not, whatever they are.
+/// Fields that do not shape an answer, whatever their values are.
 const NOT_LOOKED_AT: &[&str] = &[
     "metadata",
     "model",
@@ -134,8 +134,8 @@ const NOT_LOOKED_AT: &[&str] = &[
     "user",
 ];
 
-/// Those that would, and are not supported, each with the values (as JSON) that say what is done anyway, beside empty
-/// ones.
+/// Fields that would shape an answer, but are not supported. Each has the values (as JSON) that are accepted since they
+/// ask for what is done anyway; empty values are accepted too.
 const UNSUPPORTED: &[(&str, &[&str])] = &[
     ("add_generation_prompt", &["true"]),
     ("add_special_tokens", &[]),
@@ -168,7 +168,7 @@ const UNSUPPORTED: &[(&str, &[&str])] = &[
 ];
 
 impl Reader {
-    /// For a checkpoint, with room for `context` tokens of prompt and answer together.
+    /// A reader for a checkpoint, with room for `context` tokens of prompt and answer together.
     pub fn new(checkpoint: &Checkpoint, defaults: Defaults, context: usize) -> Self {
         Self {
             tokenizer: checkpoint.tokenizer.clone(),
@@ -182,10 +182,10 @@ impl Reader {
         }
     }
 
-    /// Understands a line. `key` is what it is known by.
+    /// Parses a line. `key` is what the request is known by.
     ///
     /// # Errors
-    /// Whatever is wrong with it.
+    /// If anything is wrong with the line.
     pub fn read(&self, bytes: &[u8], key: &Key) -> Result<Wanted, Refusal> {
         let text = std::str::from_utf8(bytes).map_err(|error| {
             let at = error.valid_up_to();
@@ -244,7 +244,7 @@ impl Reader {
             sampling,
             draft: None,
             stop: fields.stop()?.unwrap_or_else(|| answer.stop.clone()),
-            // What is said for all requests is not meant for those whose answers have a form.
+            // A default that is meant for all requests does not apply to those whose answers have a form.
             ignore_end: fields.truth("ignore_eos")?.unwrap_or(answer.ignore_eos && shaped.is_none()),
             form: shaped,
         };
@@ -255,14 +255,14 @@ impl Reader {
         let neutral = self.defaults.answer.sampling(&self.generation);
         let seed = match fields.get("seed") {
             None => key.hash(neutral.seed) & u64::from(u32::MAX),
-            // Any whole number will do.
+            // Any whole number is accepted.
             Some(value) => value
                 .as_u64()
                 .or_else(|| value.as_i64().map(i64::cast_unsigned))
                 .ok_or_else(|| Refusal::invalid(format!("`seed` must be a whole number, and is {}", quoted(value))))?,
         };
         let top_k = match fields.get("top_k").and_then(Value::as_i64) {
-            // As other engines say that all are kept.
+            // Other engines write -1 to keep all.
             Some(-1) => Some(0),
             _ => fields.whole("top_k")?.map(|k| u32::try_from(k).unwrap_or(u32::MAX)),
         };
@@ -278,7 +278,7 @@ impl Reader {
         })
     }
 
-    /// The form of a shape that the field `name` asks for.
+    /// The form of `shape`, which the field `name` asks for.
     fn shaped(&self, name: &str, shape: &Shape) -> Result<model::Form, Refusal> {
         let refusal = |error: model::Error| Refusal::new("unsupported_form", format!("`{name}`: {error}"));
         let make = || Forms::of(&self.tokenizer, self.vocab_size, &self.generation.eos_token_ids).map_err(refusal);
@@ -339,24 +339,24 @@ impl Reader {
     }
 }
 
-/// What a request is answered from, and the form that its answer has.
+/// A request's prompt, and the form of its answer.
 struct Prompt {
     endpoint: Endpoint,
     tokens: Vec<u32>,
     shaped: Option<model::Form>,
 }
 
-/// Why a template makes no prompt, or a form cannot follow it.
+/// The refusal if a template makes no prompt, or a form cannot follow it.
 fn of_template(error: model::Error) -> Refusal {
     match error {
-        // Where the template is depends on the machine, and results do not.
+        // The template's path depends on the machine; results must not.
         model::Error::ChatTemplate { reason, .. } => Refusal::invalid(format!("the chat template fails: {reason}")),
         model::Error::Form { .. } => Refusal::new("unsupported_form", error.to_string()),
         other => Refusal::invalid(other.to_string()),
     }
 }
 
-/// What is around the body in OpenAI's form.
+/// Checks what is around the body in OpenAI's format.
 fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Result<(), Refusal> {
     if let Some(name) = line.keys().find(|name| !["custom_id", "method", "url"].contains(&name.as_str())) {
         return Err(Refusal::invalid(format!("`{}` stands beside `body`, and belongs into it", shown(name))));
@@ -385,7 +385,8 @@ fn check_envelope(line: &Map<String, Value>, body: &Map<String, Value>) -> Resul
     }
 }
 
-/// `logprobs` and `top_logprobs` for messages, a number in `logprobs` for a prompt.
+/// How many log-probabilities are wanted: by `logprobs` and `top_logprobs` for messages, by a number in `logprobs` for
+/// a prompt.
 fn logprobs(fields: &Fields, endpoint: &Endpoint) -> Result<Option<u32>, Refusal> {
     const MOST: u64 = 20;
     let top = match endpoint {
@@ -416,7 +417,7 @@ fn logprobs(fields: &Fields, endpoint: &Endpoint) -> Result<Option<u32>, Refusal
     }
 }
 
-/// A value as it is quoted in a message: on one line, and cut where it is long.
+/// A value as messages quote it: on one line, and cut if it is long.
 pub fn quoted(value: &Value) -> String {
     shown(&value.to_string())
 }
@@ -432,11 +433,11 @@ pub fn is_nothing(value: &Value) -> bool {
     }
 }
 
-/// Fields of a body; null is as if it were not there.
+/// The fields of a body. A field that is null counts as absent.
 struct Fields(Map<String, Value>);
 
 impl Fields {
-    /// Everything that is asked for is known: what is not would be answered as if nobody had asked.
+    /// Refuses fields that are not known: the answer would be made as if nobody had asked for what they say.
     fn check_known(&self) -> Result<(), Refusal> {
         for (name, value) in &self.0 {
             if value.is_null() || KNOWN.contains(&name.as_str()) || NOT_LOOKED_AT.contains(&name.as_str()) {
@@ -453,7 +454,7 @@ impl Fields {
         Ok(())
     }
 
-    /// Whether the model thinks first, if that is said.
+    /// Whether the model should think first, if the request says.
     fn think(&self) -> Result<Option<bool>, Refusal> {
         let Some(kwargs) = self.get("chat_template_kwargs") else { return Ok(None) };
         let kwargs = kwargs.as_object().ok_or_else(|| Refusal::invalid("`chat_template_kwargs` must be an object"))?;

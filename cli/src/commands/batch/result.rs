@@ -11,11 +11,11 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use super::identity::{Identity, Key, PREFIX};
 use super::request::{Endpoint, Refusal};
 
-/// What is the same in every line.
+/// What every line has in common.
 pub struct Writer {
     /// The model, as the user named it.
     pub model: String,
-    /// Of the settings that shape answers.
+    /// The fingerprint of the settings that shape answers.
     pub fingerprint: String,
     /// For the texts of tokens in log-probabilities.
     pub tokenizer: Tokenizer,
@@ -24,7 +24,7 @@ pub struct Writer {
 /// A request's name in its result.
 #[derive(Clone, Debug)]
 pub struct Name {
-    /// Which line.
+    /// The request's line.
     pub identity: Identity,
     /// Its `custom_id`, if any.
     pub key: Key,
@@ -49,7 +49,7 @@ struct Response {
 struct Body {
     id: String,
     object: &'static str,
-    /// Always 0: equal runs give equal bytes.
+    /// Always 0, so that equal runs give equal bytes.
     created: u64,
     model: String,
     choices: [Value; 1],
@@ -66,7 +66,7 @@ struct Usage {
 }
 
 impl Writer {
-    /// The line for an answer, with its end; `seed` if the answer was sampled.
+    /// The line for an answer, with its line break. `seed` is given if the answer was sampled.
     pub fn answer(&self, name: &Name, endpoint: &Endpoint, answer: &Answer, seed: Option<u64>) -> String {
         let Identity { line, digest } = name.identity;
         let finish = match answer.finish {
@@ -148,8 +148,9 @@ impl Writer {
         })
     }
 
-    /// Where in the text, in characters, each token begins that has a part in it. Those of a stop text have none, and
-    /// are not among them. A special token takes no room, and a part of a character begins where the character does.
+    /// For each token that has a part in the text: where in the text it begins, in characters. Tokens of a stop text
+    /// have no part in it and are left out. A special token takes no room. A token with a part of a character begins
+    /// where the character does.
     fn offsets(&self, answer: &Answer) -> Vec<usize> {
         let mut stream = self.tokenizer.stream();
         let (mut bytes, mut chars) = (0, 0);
@@ -168,7 +169,7 @@ impl Writer {
         offsets
     }
 
-    /// A token's text, or as OpenAI writes what is no text by itself: its bytes.
+    /// A token's text. If it is no text by itself, its bytes, as OpenAI writes them.
     fn name(&self, token: u32) -> String {
         match str::from_utf8(self.tokenizer.token_bytes(token)) {
             Ok("") => by_id(token),
@@ -184,7 +185,7 @@ impl Writer {
     }
 }
 
-/// A token that another name would not tell from others.
+/// The name of a token that its text would not tell from others.
 fn by_id(token: u32) -> String {
     format!("token_id:{token}")
 }
@@ -210,12 +211,12 @@ fn message(answer: chat::Answer, identity: Identity) -> Value {
     message.into()
 }
 
-/// A token that cannot be has minus infinity, which JSON cannot say; OpenAI says -9999.
+/// A log-probability in JSON. An impossible token has minus infinity, which JSON cannot express; OpenAI writes -9999.
 fn finite(logprob: f32) -> Value {
     json!(if logprob.is_finite() { logprob } else { -9999.0 })
 }
 
-/// The line for a request that cannot be answered, with its end.
+/// The line for a request that cannot be answered, with its line break.
 pub fn refusal(name: &Name, refusal: &Refusal) -> String {
     let Refusal { code, message } = refusal;
     let error = json!({"code": code, "message": message, "line": name.identity.line});
@@ -224,29 +225,29 @@ pub fn refusal(name: &Name, refusal: &Refusal) -> String {
 
 fn line_of(name: &Name, response: Option<Response>, error: Option<Value>) -> String {
     let line = Line { id: name.identity.to_string(), custom_id: name.key.id(), response, error };
-    // Text, numbers and arrays of them: it always writes.
+    // Text, numbers and arrays of them: this always serialises.
     let mut text = serde_json::to_string(&line).unwrap_or_default();
     let digest = xxh3_64(text.as_bytes());
     text.truncate(text.len() - 1);
     text + DIGEST + &format!("{digest:016x}\"}}\n")
 }
 
-/// What stands before the digest of a line, which is its last field.
+/// What stands before the digest, which is a line's last field.
 const DIGEST: &str = ",\"digest\":\"";
 
 /// Whether a line is as it was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seal {
-    /// Its digest is that of the rest of it.
+    /// Its digest is that of the rest of the line.
     Whole,
-    /// It is not.
+    /// Its digest is not that of the rest of the line.
     Broken,
-    /// It has none: an older version wrote it.
+    /// It has no digest: an older version wrote it.
     None,
 }
 
 impl Seal {
-    /// Of a line without its end.
+    /// The seal of a line without its line break.
     fn of(line: &[u8]) -> Self {
         let (digits, end) = (16, "\"}");
         let sealed = || {
@@ -263,25 +264,25 @@ impl Seal {
     }
 }
 
-/// What of a result must be known to go on behind it, or to put it with others.
+/// What must be known of a result to continue after it, or to merge it with others.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Whose it is.
+    /// The request that it answers.
     pub identity: Identity,
-    /// The settings that made it; an error has none.
+    /// The fingerprint of the settings that made it; an error has none.
     pub fingerprint: Option<String>,
-    /// Whether it was changed since.
+    /// Whether the line was changed since it was written.
     pub seal: Seal,
 }
 
 impl Written {
-    /// Whether a line, of which there may be only the beginning, may be one of this program's.
+    /// Whether a line, of which there may be only the beginning, may be this program's.
     pub fn begins(line: &[u8]) -> bool {
         let begins = format!("{{\"id\":\"{PREFIX}");
         begins.bytes().zip(line).all(|(a, b)| a == *b)
     }
 
-    /// Reads a line of results; none if it is not one of this program's.
+    /// Reads a line of results; `None` if it is not this program's.
     pub fn parse(line: &[u8]) -> Option<Self> {
         #[derive(Deserialize)]
         struct Line {
@@ -299,7 +300,7 @@ impl Written {
         }
         let seal = Seal::of(line.trim_ascii_end());
         let line: Line = serde_json::from_slice(line).ok()?;
-        // A digest that is not the last field: somebody has written the line anew.
+        // The digest is not the last field, so the line was written anew by something else.
         let seal = if seal == Seal::None && line.digest.is_some() { Seal::Broken } else { seal };
         let fingerprint = line.response.map(|response| response.body.system_fingerprint);
         Some(Self { identity: Identity::parse(&line.id)?, fingerprint, seal })
@@ -310,7 +311,7 @@ impl Written {
 mod tests {
     use super::*;
 
-    /// What the writer makes of `text`, as the answer to a chat whose prompt ends so.
+    /// The choice that the writer makes of `text`, as the answer to a chat with this end of the prompt.
     fn chat(prompt: &str, text: &str, finish: Finish) -> Value {
         let tokenizer = model::Checkpoint::demo().unwrap().tokenizer;
         let tokens = tokenizer.encode(text).unwrap();

@@ -1,4 +1,4 @@
-//! A look at all requests before the first is answered, where they are in a file.
+//! A look at all requests before the first is answered, if they are in a file.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -11,16 +11,17 @@ use crate::args::batch::Shard;
 /// How many requests there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Survey {
-    /// In the share.
+    /// Requests in the share.
     pub total: u64,
-    /// Those of them that an earlier run has done.
+    /// Those of them that an earlier run has answered.
     pub done: u64,
 }
 
-/// Counts the requests of `shard`. None if they cannot all be read: what can be is answered, and then that is said.
+/// Counts the requests of `shard`. `None` if not all of them can be read: the run then answers those that can be, and
+/// reports the error after that.
 ///
-/// # Errors
-/// The output, which has results for the lines of `done` with these digests, is not of these requests; or, if it is
+/// If the output is not of these requests: `done` has the lines and digests that it has results for. Also if it is
+/// `ordered` and has a result behind a request that has none.
 /// `ordered`, has one behind a request that has none.
 pub fn survey(
     requests: &Path,

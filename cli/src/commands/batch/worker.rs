@@ -19,21 +19,21 @@ use super::result::{self, Name, Writer};
 pub struct Worker {
     /// The device.
     pub batch: Batch,
-    /// Requests, for whichever worker has room first.
+    /// Requests; the worker that has room first takes the next.
     pub work: Arc<Mutex<Queue<Work>>>,
-    /// Where results go.
+    /// Where results are sent.
     pub events: SyncSender<Event>,
     /// Makes lines of answers.
     pub writer: Arc<Writer>,
-    /// Ends it before all is answered.
+    /// Tells the worker to end before all is answered.
     pub stop: Arc<AtomicBool>,
-    /// How it is going, for others to see.
+    /// How it is going, for other threads.
     pub metrics: Arc<Mutex<Metrics>>,
     /// Requests that are being answered, by number.
     pub asked: HashMap<u64, Asked>,
 }
 
-/// Says that a worker has left, however it does: who waits for its results must know.
+/// Reports that a worker has left, however it leaves: the thread that waits for its results must know.
 struct Leaving {
     events: SyncSender<Event>,
     stop: Arc<AtomicBool>,
@@ -45,12 +45,12 @@ impl Drop for Leaving {
         if self.error.is_some() {
             self.stop.store(true, Ordering::Relaxed);
         }
-        // Nobody listens any more if results cannot be written.
+        // Nobody receives this if results cannot be written.
         let _ = self.events.send(Event::Left(self.error.take()));
     }
 }
 
-/// What a result must tell of its request.
+/// What a result must say about its request.
 pub struct Asked {
     name: Name,
     endpoint: Endpoint,
@@ -58,7 +58,7 @@ pub struct Asked {
 }
 
 impl Worker {
-    /// Answers requests until there are no more, or it is told to stop; then says so.
+    /// Answers requests until there are no more, or it is told to stop. Then it reports that it has left.
     pub fn run(mut self) {
         let lost = Some(anyhow!("a worker was lost; this is a mistake in the program"));
         let mut leaving = Leaving { events: self.events.clone(), stop: self.stop.clone(), error: lost };
@@ -85,8 +85,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes the requests that there is room for; waits a little for one if there is nothing else to do. False when
-    /// there are no more.
+    /// Takes as many requests as there is room for. If there is nothing else to do, waits a little for one. Returns
+    /// false when there are no more.
     fn take(&mut self) -> bool {
         if !self.batch.has_room() {
             return true;
@@ -94,7 +94,8 @@ impl Worker {
         let work = self.work.clone();
         let mut work = match work.try_lock() {
             Ok(work) => work,
-            // Another worker waits for requests, or takes some: who has something to run does not wait for it.
+            // Another worker waits for requests, or takes some. A worker that has something to run does not wait for
+            // it.
             Err(TryLockError::WouldBlock) if !self.batch.is_idle() => return true,
             Err(_) => work.lock().unwrap_or_else(PoisonError::into_inner),
         };
@@ -122,7 +123,7 @@ impl Worker {
         }
     }
 
-    /// False if nobody wants to know.
+    /// Sends an answer on. Returns false if nobody receives it.
     fn answer(&mut self, done: Done) -> bool {
         let Some(Asked { name, endpoint, seed }) = self.asked.remove(&done.id) else { return true };
         let event = match done.answer {

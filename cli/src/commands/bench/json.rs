@@ -1,4 +1,4 @@
-//! The figures for machines.
+//! The figures as JSON.
 
 use serde::Serialize;
 
@@ -8,7 +8,7 @@ use super::Outcome;
 #[derive(Serialize)]
 pub struct Json<'a> {
     device: &'a str,
-    /// False on the emulator, where cases are checked alone.
+    /// False on the emulator, where cases are only checked.
     timed: bool,
     repeats: Option<usize>,
     limits: Option<JsonLimits>,
@@ -30,7 +30,7 @@ struct JsonRow<'a> {
     bench: &'a str,
     name: &'a str,
     size: &'a str,
-    /// Every case is: a wrong result is an error.
+    /// Always true: a wrong result ends the run with an error.
     checked: bool,
     unit: String,
     median: Option<f64>,
@@ -44,7 +44,7 @@ struct JsonRow<'a> {
     operations: u64,
 }
 
-/// `outcome` as it is printed.
+/// `outcome` in the form that `--json` prints.
 pub fn of<'a>(outcome: &Outcome<'a>) -> Json<'a> {
     let l = &outcome.limits;
     let rows = outcome.rows.iter().map(|row| {

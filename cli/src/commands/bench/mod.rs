@@ -14,14 +14,14 @@ use crate::progress::Progress;
 use crate::resolve::bench::{Bench, Group};
 use crate::{Ending, loading, output};
 
-/// What there is instead of a card.
+/// What to use without a card.
 const EMULATOR: &str =
     "`--device emulator` runs each kernel once on the CPU, at a small size, and checks it (it times nothing)";
 
-/// Everything that came out, for the table, JSON and the plot.
+/// All results, for the table, JSON and the plot.
 struct Outcome<'a> {
     device: &'a str,
-    /// How often each case was measured; none on the emulator.
+    /// How often each case was measured; `None` on the emulator.
     repeats: Option<usize>,
     limits: Limits,
     rows: &'a [Row],
@@ -30,7 +30,7 @@ struct Outcome<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// No card, too little memory, a wrong result, a plot that cannot be written, a closed pipe.
+/// If there is no card, too little memory, a wrong result, a plot that cannot be written, or a closed pipe.
 pub fn run(command: Bench) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let device = open(command.device, &command.options)?;
@@ -54,11 +54,11 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
     }
     let (repeats, limits) = (bench.is_timed().then_some(command.repeats), *bench.limits());
     let rows = bench.into_rows();
-    // The bar goes before the table comes.
+    // The bar must be gone before the table is printed.
     drop(progress);
     let outcome = Outcome { device: device.name(), repeats, limits, rows: &rows };
     if let Some(path) = &command.plot {
-        // Beside its place first, so that no reader finds half of it.
+        // First written to a file beside it, so that no reader finds half of the plot.
         let beside = path.with_added_extension("part");
         let name = path.display();
         let svg = plot::draw(&outcome)?;

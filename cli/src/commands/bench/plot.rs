@@ -13,13 +13,13 @@ const MARGIN: i32 = 24;
 const ROOF_HEIGHT: u32 = 460;
 /// Height of a bar with the space below it.
 const BAR_STEP: i32 = 20;
-/// What a ratio of 1 is long, and the largest that is drawn.
+/// Length of a bar of ratio 1, and the largest ratio that is drawn.
 const BAR_LENGTH: f64 = 420.0;
 const MOST_RATIO: f64 = 1.2;
-/// Size of the text at the bars, and room for a character of it, ample in any sans-serif font.
+/// Size of the text beside the bars, and the width to leave for a character, ample in any sans-serif font.
 const TEXT_SIZE: u32 = 13;
 const CHARACTER: f64 = 7.5;
-/// Between a bar and its texts.
+/// Space between a bar and its texts.
 const GAP: i32 = 8;
 const HEADING: i32 = 34;
 const INK: RGBColor = RGBColor(40, 40, 48);
@@ -38,7 +38,7 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 /// `outcome` as SVG.
 ///
 /// # Errors
-/// What the drawing library refuses.
+/// If the drawing library fails.
 pub fn draw(outcome: &Outcome<'_>) -> anyhow::Result<String> {
     let mut svg = String::new();
     let points = points(outcome.rows);
@@ -65,7 +65,7 @@ pub fn draw(outcome: &Outcome<'_>) -> anyhow::Result<String> {
 struct Columns {
     /// Where bars begin.
     left: i32,
-    /// Of the whole picture.
+    /// Width of the whole picture.
     width: u32,
 }
 
@@ -81,7 +81,7 @@ impl Columns {
     }
 }
 
-/// What is written behind a bar.
+/// The text behind a bar.
 fn value(row: &Row) -> String {
     let Some(figures) = row.figures else { return "checked".to_owned() };
     let ratio = figures.limit.map(|limit| format!("{:.3}, ", limit.ratio)).unwrap_or_default();
@@ -105,7 +105,7 @@ fn colour(rows: &[Row], bench: &str) -> RGBColor {
     COLOURS[at % COLOURS.len()]
 }
 
-/// Operations a byte, 10¹² operations a second, and whose: of the rows that both move and multiply.
+/// For each row that both moves bytes and multiplies: operations a byte, 10¹² operations a second, and its benchmark.
 fn points(rows: &[Row]) -> Vec<(f64, f64, &'static str)> {
     rows.iter()
         .filter(|row| row.work.bytes > 0 && row.work.operations > 0)
@@ -230,7 +230,7 @@ mod tests {
         assert!(svg.contains("M &lt; 8 &amp; more"));
     }
 
-    /// The x of each text anchored at `anchor`, and the text.
+    /// The x and the text of each text that is anchored at `anchor`.
     fn texts(svg: &str, anchor: &str) -> Vec<(f64, String)> {
         let elements = svg.split("<text ").skip(1).filter(|text| text.contains(&format!("text-anchor=\"{anchor}\"")));
         let parts = elements.map(|element| {
@@ -246,11 +246,11 @@ mod tests {
         let limits = Limits { read: 3e12, matrix: 6e14, ..Limits::default() };
         let name = "a hundred characters of a name ".repeat(3);
         let mut rows = [row("token-copy", name.trim(), Work::default())];
-        // Further than bars are drawn.
+        // A ratio beyond the largest that is drawn.
         rows[0].figures.as_mut().unwrap().limit.as_mut().unwrap().ratio = 3.0;
         let svg = draw(&Outcome { device: "card", repeats: Some(20), limits, rows: &rows }).unwrap();
         let width: f64 = svg.split("width=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
-        // What a character of a sans-serif font takes on average.
+        // The average width of a sans-serif character.
         let wide = |text: &str| text.chars().count() as f64 * f64::from(TEXT_SIZE) * 0.55;
         let label = texts(&svg, "end").into_iter().find(|(_, text)| text.contains("hundred")).unwrap();
         assert!(label.0 - wide(&label.1) >= 0.0, "{label:?}");

@@ -1,4 +1,4 @@
-//! The figures for people.
+//! The figures as a table for people.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use benches::Row;
 
 use super::Outcome;
 
-/// `outcome` as lines.
+/// `outcome` as lines of text.
 pub fn table(outcome: &Outcome<'_>) -> String {
     let mut text = String::new();
     let how = match outcome.repeats {
@@ -48,7 +48,7 @@ pub fn table(outcome: &Outcome<'_>) -> String {
 }
 
 const COLUMNS: usize = 9;
-/// Columns of numbers, which stand on the right.
+/// Which columns hold numbers, and are aligned on the right.
 const RIGHT: [bool; COLUMNS] = [false, false, true, false, true, true, true, false, true];
 
 fn cells(row: &Row) -> [String; COLUMNS] {
@@ -84,7 +84,7 @@ fn layout(cells: &[String; COLUMNS], widths: &[usize; COLUMNS]) -> String {
     line
 }
 
-/// Four figures that mean something.
+/// A number with four significant figures.
 fn number(value: f64) -> String {
     match value.abs() {
         v if v >= 1000.0 => format!("{value:.0}"),

@@ -19,15 +19,15 @@ use super::line;
 use crate::output::note;
 use crate::terminal::Keys;
 
-/// Turns that the history holds.
+/// Most turns that the history holds.
 const MOST_ENTRIES: usize = 1000;
 
-/// What an edit brought.
+/// The result of an edit.
 #[derive(Debug)]
 pub enum Edited {
     /// A turn, which may have several lines.
     Line(String),
-    /// Ctrl-D where nothing was typed, or the terminal is gone.
+    /// Ctrl-D on an empty line, or the terminal is gone.
     End,
     /// Ctrl-C twice.
     Interrupted,
@@ -36,7 +36,7 @@ pub enum Edited {
 /// An editor at the terminal.
 pub struct Editor {
     editor: rustyline::Editor<Commands, FileHistory>,
-    /// The file of earlier turns, if they are kept.
+    /// The file of earlier turns, if turns are kept.
     history: Option<PathBuf>,
     ctrl_c: Arc<Mutex<CtrlC>>,
     /// The line so far.
@@ -49,17 +49,17 @@ pub struct Editor {
 struct CtrlC {
     /// Presses without another key in between.
     presses: u32,
-    /// What the last one took away.
+    /// The line that the last press cleared.
     taken: String,
 }
 
 impl Editor {
-    /// Takes over the terminal. Earlier turns come from the file `history`, and new ones go there.
+    /// Takes over the terminal. Earlier turns come from the file `history`, and new turns go there.
     ///
     /// # Errors
     /// If the terminal refuses.
     pub fn new(history: Option<PathBuf>) -> rustyline::Result<Self> {
-        // The terminal itself, so that standard output has the answers alone wherever it goes.
+        // The editor uses the terminal itself, so that standard output has only the answers wherever it goes.
         let config = Config::builder()
             .behavior(Behavior::PreferTerm)
             .completion_type(CompletionType::List)
@@ -82,7 +82,7 @@ impl Editor {
         Ok(editor)
     }
 
-    /// Reads earlier turns. What cannot be kept is said once, and then not tried again.
+    /// Reads earlier turns. If turns cannot be kept, that is said once and not tried again.
     fn open_history(&mut self) {
         let Some(path) = &self.history else { return };
         let opened = (|| {
@@ -105,7 +105,7 @@ impl Editor {
         }
     }
 
-    /// Adds to the history, in its file at once, so that nothing is lost however the program ends.
+    /// Adds a turn to the history, and to its file at once, so that nothing is lost however the program ends.
     fn remember(&mut self, text: &str) {
         let added = self.editor.add_history_entry(text);
         let kept = match (&self.history, added) {
@@ -117,7 +117,7 @@ impl Editor {
         }
     }
 
-    /// Has a turn typed.
+    /// Lets the user type a turn.
     ///
     /// # Errors
     /// If the terminal cannot be read.
@@ -140,7 +140,7 @@ impl Editor {
                     if taken.is_empty() {
                         note("Ctrl-C again leaves; so do Ctrl-D and /quit");
                     } else {
-                        // The arrow key brings it back.
+                        // The arrow key brings the cleared line back.
                         self.remember(&taken);
                     }
                 }
@@ -156,7 +156,7 @@ impl Editor {
     }
 }
 
-/// Makes a folder, and those above it, that others cannot look into.
+/// Creates a folder, and those above it, that other users cannot look into.
 fn create_private(folder: &std::path::Path) -> std::io::Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);
@@ -165,7 +165,7 @@ fn create_private(folder: &std::path::Path) -> std::io::Result<()> {
     builder.create(folder)
 }
 
-/// Counts presses of Ctrl-C, which any other key forgets.
+/// Counts presses of Ctrl-C. Any other key resets the count.
 struct CtrlCHandler {
     pressed: bool,
     state: Arc<Mutex<CtrlC>>,
@@ -185,7 +185,7 @@ impl ConditionalEventHandler for CtrlCHandler {
     }
 }
 
-/// Completes commands, and knows the line so far: where the editor fails, it keeps none.
+/// Completes commands, and remembers the line so far: the editor does not keep it when it fails.
 struct Commands {
     typed: Arc<Mutex<String>>,
 }

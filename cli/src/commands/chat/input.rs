@@ -1,4 +1,4 @@
-//! Where turns come from: a person at an editor, or lines of a stream.
+//! Where turns come from: a person at an editor, or the lines of a stream.
 
 use std::io::{BufRead, IsTerminal, Write};
 
@@ -14,7 +14,7 @@ use crate::terminal;
 pub enum Next {
     /// A turn, without its end of line.
     Turn(String),
-    /// A line that is no text; why.
+    /// A line that is not text, and why.
     NoText(String),
     /// The end.
     End,
@@ -24,19 +24,19 @@ pub enum Next {
 
 /// The source of turns.
 pub enum Input {
-    /// A person, with keys that edit.
+    /// A person, at a terminal that can edit lines.
     Editor(Box<Editor>),
-    /// A line a turn.
+    /// One turn a line.
     Lines {
-        /// A person, at a terminal that can only show text; else a pipe or a file.
+        /// Whether a person types, at a terminal that cannot edit; otherwise it is a pipe or a file.
         typed: bool,
-        /// Lines read.
+        /// Number of lines read.
         number: usize,
     },
 }
 
 impl Input {
-    /// Standard input.
+    /// Turns from standard input.
     pub fn new(command: &Chat) -> Self {
         let typed = std::io::stdin().is_terminal();
         if !(typed && terminal::is_capable()) {
@@ -69,7 +69,7 @@ impl Input {
             }),
             Input::Lines { typed, number } => {
                 if *typed {
-                    // On standard error, so that standard output has the answers alone wherever it goes.
+                    // On standard error, so that standard output has only the answers wherever it goes.
                     let mut stderr = std::io::stderr();
                     let _ = write!(stderr, "> ").and_then(|()| stderr.flush());
                 }
@@ -80,7 +80,7 @@ impl Input {
     }
 }
 
-/// Line `number` of `stream`, which counts from 1.
+/// Reads line `number`, counted from 1, of `stream`.
 fn next_line(stream: &mut impl BufRead, number: usize) -> anyhow::Result<Next> {
     let mut bytes = Vec::new();
     if stream.read_until(b'\n', &mut bytes).context("cannot read standard input")? == 0 {

@@ -1,4 +1,4 @@
-//! What a turn's text is: something to say, or a command.
+//! What a turn means: something to say, or a command.
 
 /// The commands and what each does, as `/help` lists them.
 pub const COMMANDS: [(&str, &str); 5] = [
@@ -12,25 +12,25 @@ pub const COMMANDS: [(&str, &str); 5] = [
 /// Other names of commands.
 const OTHER_NAMES: [&str; 2] = ["/reset", "/exit"];
 
-/// Qwen3's own switches, which its users write anywhere in what they say.
+/// Qwen3's own switches, which its users may write anywhere in a turn.
 const SWITCHES: [&str; 2] = ["/think", "/no_think"];
 
 /// What the user wants.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Line<'a> {
-    /// This, to the model, as it was typed.
+    /// To say this to the model, as it was typed.
     Say(&'a str),
     /// To forget the conversation.
     Clear,
-    /// Thoughts before answers, or none.
+    /// To have thoughts before answers, or none.
     Think(bool),
-    /// To know the commands.
+    /// To see the commands.
     Help,
     /// To leave.
     Quit,
-    /// A command that there is not.
+    /// A command that does not exist.
     Unknown(&'a str),
-    /// Nothing: blanks alone.
+    /// Nothing: only white space.
     Nothing,
 }
 
@@ -60,7 +60,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Whether `word` can only be meant as a command: not a path, a comment or a fraction.
+/// Whether `word` can only be meant as a command, not as a path, a comment or a fraction.
 fn is_name(word: &str) -> bool {
     let letters = word.strip_prefix('/').unwrap_or_default();
     letters.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -73,7 +73,7 @@ pub fn completions(text: &str) -> Vec<String> {
     names.filter(|name| text.starts_with('/') && name.starts_with(text)).map(str::to_owned).collect()
 }
 
-/// Why `word` is refused.
+/// The message that refuses `word`.
 pub fn refusal(word: &str) -> String {
     let names: Vec<&str> = COMMANDS.iter().map(|(name, _)| *name).collect();
     format!(

@@ -23,16 +23,17 @@ const KEYS: &str = "Alt-Enter begins a new line, Ctrl-C stops an answer or clear
 
 /// How a turn went.
 enum Turn {
-    /// There is an answer.
+    /// The model has answered.
     Answered,
-    /// It was stopped.
+    /// The answer was stopped.
     Stopped,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever is wrong with the model or the device; a closed pipe; unless a person is typing, also a refused turn.
+/// If anything is wrong with the model or the device, if a pipe is closed, or, unless a person types, if a turn is
+/// refused.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let _opening = command.load.device.open_ahead(&command.load.options);
@@ -40,7 +41,7 @@ pub fn run(command: Chat) -> anyhow::Result<Ending> {
     let checkpoint = loading::open(&command.source, options, command.report)?;
     chat_template(&checkpoint, &command.source)?;
     let form = Wanted::new(&checkpoint, command.shape.as_ref())?;
-    // Before the wait: what is typed meanwhile is the first turn.
+    // Before the model is loaded, so that what is typed meanwhile is the first turn.
     let input = Input::new(&command);
     let draft_model = loading::open_draft(command.answer.draft_source.as_ref(), command.report)?;
     let load = LoadOptions { draft_model, ..command.load.clone() };
@@ -58,16 +59,16 @@ struct Conversation {
     input: Input,
     messages: Vec<Message>,
     think: bool,
-    /// Of its answers.
+    /// The form of its answers.
     form: Option<Wanted>,
     command: Chat,
 }
 
 impl Conversation {
-    /// Until the input ends.
+    /// Holds the conversation until the input ends.
     fn hold(mut self) -> anyhow::Result<Ending> {
         let typed = self.input.is_typed();
-        // Of a script; a person has seen what was wrong.
+        // The error that a script ends with; a person has seen what was wrong.
         let mut refused = None;
         loop {
             let text = match self.input.next()? {
@@ -89,7 +90,8 @@ impl Conversation {
                 Line::Unknown(word) if typed => note(&format!("warpdraft: {}", line::refusal(word))),
                 Line::Unknown(word) => anyhow::bail!(line::refusal(word)),
                 Line::Say(text) => match self.turn(text) {
-                    // A person stays in the conversation; a script is told to stop by the same signal.
+                    // A person who stops an answer stays in the conversation. A script ends: the same signal tells it
+                    // to stop.
                     Ok(Turn::Stopped) if !typed => return Ok(Ending::Interrupted),
                     Ok(_) => {}
                     Err(error) if typed && is_refusal(&error) => note(&format!("warpdraft: {error}")),
@@ -110,8 +112,8 @@ impl Conversation {
         }
     }
 
-    /// The model's turn after the user's `text`. Earlier turns are still in the engine's cache, as far as the template
-    /// repeats them. A turn without an answer is forgotten.
+    /// Adds the user's `text` and has the model answer it. The engine's cache still holds earlier turns, as far as the
+    /// template repeats them. A turn without an answer is forgotten.
     fn turn(&mut self, text: &str) -> anyhow::Result<Turn> {
         let before = self.messages.len();
         self.messages.push(Message::new(Role::User, text));
@@ -122,7 +124,7 @@ impl Conversation {
         turn.map(|(turn, _)| turn)
     }
 
-    /// The answer to the messages, which becomes one of them; whether there was any.
+    /// Answers the messages and adds the answer to them. Also returns whether there was one.
     fn answer(&mut self) -> anyhow::Result<(Turn, bool)> {
         let Self { engine, command, messages, think, form, input } = self;
         let (typed, report) = (input.is_typed(), command.report);
@@ -175,7 +177,7 @@ fn help() {
     note("Pasted lines are one turn. A line with a blank before its slash goes to the model.");
 }
 
-/// What a turn that has no room is told: what to do in a conversation, rather than with a prompt.
+/// The error for a turn that has no room. It says what to do in a conversation, not with a prompt.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the conversation has {tokens} tokens {or_more}with this turn, and the context holds {context}, one of them for the answer; \
@@ -188,7 +190,7 @@ struct NoRoom {
     mend: String,
 }
 
-/// A person can go on after a turn that does not fit, and is told how.
+/// For a person, turns the error for a prompt that is too long into `NoRoom`, which says how to go on.
 fn in_conversation(error: anyhow::Error, typed: bool) -> anyhow::Error {
     let (tokens, or_more, context, most) = match error.downcast_ref() {
         Some(&host::Error::PromptTooLong { prompt, context, most }) if typed => (prompt, "", context, most),
@@ -203,7 +205,7 @@ fn in_conversation(error: anyhow::Error, typed: bool) -> anyhow::Error {
     NoRoom { tokens, or_more, context, mend }.into()
 }
 
-/// Whether only this turn is refused.
+/// Whether the error refuses only this turn.
 fn is_refusal(error: &anyhow::Error) -> bool {
     error.is::<NoRoom>()
 }

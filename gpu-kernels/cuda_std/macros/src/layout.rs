@@ -37,7 +37,7 @@ pub fn derive(item: &DeriveInput) -> syn::Result<TokenStream> {
     })
 }
 
-/// Name, offset and layout of each field, in a block of this size and alignment.
+/// The digest of a struct: its size and alignment, and each field's name, offset and layout.
 fn of_fields<'f>(fields: impl Iterator<Item = &'f Field>) -> TokenStream {
     let fields = fields.enumerate().map(|(i, field)| {
         let member = field.ident.clone().map_or_else(|| Member::Unnamed(Index::from(i)), Member::Named);
@@ -48,7 +48,7 @@ fn of_fields<'f>(fields: impl Iterator<Item = &'f Field>) -> TokenStream {
     quote!(::cuda_std::layout::Digest::of::<Self>() #(#fields)* .finish())
 }
 
-/// Name and number of each variant.
+/// The digest of an enum: its size and alignment, and each variant's name and number.
 fn of_variants<'v>(variants: impl Iterator<Item = &'v Ident>) -> TokenStream {
     let variants = variants.map(|variant| {
         let name = variant.to_string();
@@ -61,10 +61,10 @@ fn of_variants<'v>(variants: impl Iterator<Item = &'v Ident>) -> TokenStream {
 fn is_repr(attributes: &[Attribute], wanted: &[&str]) -> bool {
     let mut found = false;
     for attribute in attributes.iter().filter(|a| a.path().is_ident("repr")) {
-        // What cannot be parsed the compiler refuses by itself.
+        // The compiler itself refuses attributes that cannot be parsed.
         let _ = attribute.parse_nested_meta(|meta| {
             found |= wanted.iter().any(|word| meta.path.is_ident(word));
-            // `align(16)` has parentheses to be read over.
+            // Skips the parentheses of `align(16)`.
             if meta.input.peek(syn::token::Paren) {
                 let inside;
                 syn::parenthesized!(inside in meta.input);

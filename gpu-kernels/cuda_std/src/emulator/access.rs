@@ -13,7 +13,7 @@ use crate::atomic::{Ordering, Scope};
 pub enum Address {
     Global(u64),
     Shared(u32),
-    /// In the shared memory of the block at this place among the resident ones.
+    /// In the shared memory of the block in this slot.
     SharedOf(usize, u32),
 }
 
@@ -25,7 +25,7 @@ pub struct Landing {
 }
 
 impl World {
-    /// The region of a global address, by its place in `regions`.
+    /// The index in `regions` of the region that holds a global address.
     #[inline]
     fn region_of(&mut self, address: u64) -> Result<usize, String> {
         let within = |region: &Region| address.wrapping_sub(region.start) < region.memory.len() as u64;
@@ -37,7 +37,7 @@ impl World {
             self.last_region = at - 1;
             return Ok(at - 1);
         }
-        // Seen for the first time in this launch, or not there.
+        // This launch has not used the allocation yet, or there is none.
         let memory = memory::find(address).map_err(|nearest| {
             let null = if address < 4096 { " (null)" } else { "" };
             format!("global address {address:#x}{null} is out of bounds: {nearest}")
@@ -48,7 +48,7 @@ impl World {
         Ok(at)
     }
 
-    /// The region of a landing.
+    /// The region of an address, from the index that [`locate`](Self::locate) found.
     #[inline]
     pub fn region(&mut self, address: Address, index: usize) -> &mut Region {
         match address {
@@ -87,7 +87,8 @@ impl World {
         Ok(Landing { region, bytes: start..start + len, pointer })
     }
 
-    /// Checks an access, records it for the race detector, and returns where it is.
+    /// Checks an access, records it for the race detector, and returns a pointer to its bytes. With `initialised` it
+    /// also checks that the bytes have been written.
     #[inline]
     pub fn access(
         &mut self,
@@ -113,7 +114,7 @@ impl World {
             misuse(site, busy);
         }
         let map = &region.memory.initialised;
-        // Races first: what is not yet initialised is often just not yet initialised.
+        // Races first: bytes are often uninitialised only because a write that races with this read has not run yet.
         let raced = region.shadow.access(landing.bytes.clone(), mode, &lanes[lane].clock, site);
         if let Err(past) = raced {
             let place = place(address, landing.bytes.start, &region.memory);
@@ -145,7 +146,7 @@ fn wrong(address: Address, start: usize, len: usize, align: usize, memory: &memo
     }
 }
 
-/// An address as errors say it.
+/// An address as errors describe it.
 #[cold]
 fn place(address: Address, start: usize, memory: &memory::Allocation) -> String {
     match address {
@@ -171,7 +172,7 @@ pub fn store<T: Copy>(address: Address, value: T, site: Site) {
     unsafe { pointer.cast::<T>().write_unaligned(value) }
 }
 
-/// Reads a `T` atomically, then writes what `update` makes of it, if anything; returns what was read.
+/// Reads a `T` atomically, then writes what `update` makes of it, if anything. Returns what was read.
 pub fn update<T: Copy + PartialEq>(
     address: Address,
     ordering: Ordering,
@@ -179,7 +180,7 @@ pub fn update<T: Copy + PartialEq>(
     site: Site,
     update: impl FnOnce(T) -> Option<T>,
 ) -> T {
-    // Others may come first.
+    // Other lanes may come first.
     suspend();
     let world = world();
     world.report.atomics += 1;
@@ -189,7 +190,7 @@ pub fn update<T: Copy + PartialEq>(
     let new = update(old);
     acquire(world, address, ordering, scope);
     if let Some(new) = new {
-        // SAFETY: as above.
+        // SAFETY: checked just now.
         unsafe { pointer.write(new) };
         release(world, address, ordering, scope, false);
     }
@@ -224,7 +225,7 @@ pub fn atomic_store<T: Copy>(address: Address, value: T, ordering: Ordering, sco
     world.progress();
 }
 
-/// Notes whether the lane got anywhere or only looked.
+/// Notes whether the lane made progress or only polled.
 pub fn poll(world: &mut World, idle: bool, site: Site) {
     if idle {
         world.polls = true;
@@ -234,7 +235,7 @@ pub fn poll(world: &mut World, idle: bool, site: Site) {
     }
 }
 
-/// The key of an atomic location among all of both memories.
+/// A key that tells an atomic location from all others in both memories.
 fn key(world: &World, address: Address) -> u64 {
     match address {
         Address::Global(address) => address,
@@ -278,7 +279,7 @@ fn release(world: &mut World, address: Address, ordering: Ordering, scope: Scope
         (false, _, _, Some(clock)) | (false, _, Some(clock), None) => (Some(clock), false),
         (false, _, None, None) => (None, true),
     };
-    // A store begins anew; a read-modify-write adds to what is there.
+    // A store starts anew what is released here; a read-modify-write adds to it.
     if store {
         world.released.remove(&key);
     }
@@ -298,7 +299,7 @@ fn release(world: &mut World, address: Address, ordering: Ordering, scope: Scope
     lane.clock.count += 1;
 }
 
-/// A fence: what relaxed atomics saw is learned, and what is known is published by those that follow.
+/// A fence: the lane learns what its relaxed atomics have seen, and its later ones publish what it knows now.
 pub fn fence(scope: Scope) {
     let lane = world().lane();
     let wide = scope != Scope::Block;

@@ -1,4 +1,4 @@
-//! Tests of what the emulator keeps note of, without a launch: Miri runs them, and cannot switch stacks as a launch
+//! Tests of the emulator's bookkeeping that need no launch. They are for Miri, which cannot switch stacks as a launch
 //! does.
 
 use std::panic::Location;
@@ -12,13 +12,13 @@ fn here() -> &'static Location<'static> {
     Location::caller()
 }
 
-/// Lanes of a block.
+/// The clocks of a block's lanes.
 fn lanes(block: u32, count: u32) -> Vec<Clock> {
     let base = Rc::new(Base::new(count));
     (0..count).map(|slot| Clock::new(Name::new(block, slot), base.clone())).collect()
 }
 
-/// Who was in the way, and how.
+/// The slot of the lane whose access was in the way, and the mode of that access.
 fn past(found: Result<(), Past>) -> Option<(u32, Mode)> {
     found.err().map(|past| {
         assert!(past.site.file().ends_with("bookkeeping.rs"), "{}", past.site);
@@ -30,7 +30,7 @@ fn past(found: Result<(), Past>) -> Option<(u32, Mode)> {
 fn lanes_that_have_not_met_race_and_others_do_not() {
     let (mut lanes, mut shadow) = (lanes(3, 4), Shadow::new(10_000));
     let mut access = |lane: &Clock, bytes, mode| past(shadow.access(bytes, mode, lane, here()));
-    // Over the border of two pages of the shadow.
+    // The access crosses a border between two pages of the shadow.
     assert_eq!(access(&lanes[0], 4080..4112, Mode::Write), None);
     assert_eq!(access(&lanes[0], 4080..4084, Mode::Read), None);
     assert_eq!(access(&lanes[1], 4108..4110, Mode::Read), Some((0, Mode::Write)));
@@ -39,7 +39,7 @@ fn lanes_that_have_not_met_race_and_others_do_not() {
     assert_eq!(access(&lanes[1], 4108..4110, Mode::Read), None);
     assert_eq!(access(&lanes[2], 4108..4110, Mode::Read), None);
     assert_eq!(access(&lanes[3], 4108..4109, Mode::Write), Some((2, Mode::Read)));
-    // Neighbours in a granule of 16 bytes are none in a finer one.
+    // Bytes of one granule of 16 bytes are in different granules once the page is refined.
     assert_eq!(access(&lanes[3], 4110..4111, Mode::Write), None);
     assert_eq!(access(&lanes[1], 0..4, Mode::AtomicWrite), None);
     assert_eq!(access(&lanes[2], 0..4, Mode::AtomicWrite), None);
@@ -124,7 +124,7 @@ fn bytes_are_copied_by_their_address() {
     let mut out = [0; 3];
     read(start + 4, &mut out);
     assert_eq!(out, [2, 0, 0xff]);
-    // Nothing may lie anywhere.
+    // An empty copy may be of any address.
     read(1, &mut []);
     write(start + 8, &[]);
 }

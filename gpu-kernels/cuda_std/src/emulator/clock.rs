@@ -1,12 +1,13 @@
 //! Vector clocks: what each lane knows to have happened.
 //!
 //! Each lane counts its own epochs; a new one begins whenever others may have learned of what it did. A lane's
-//! knowledge is its own count and a `Base`, shared between lanes that met at a barrier, of the counts of all others. An
-//! access by lane L in epoch e happened before what lane M does now exactly if M knows L's count to be e or more.
+//! knowledge is its own count, and a `Base` with the counts of all others, which lanes that met at a barrier share. An
+//! access by lane L in epoch e happened before what lane M does now if and only if M knows that L's count is e or more.
 
 use std::rc::Rc;
 
-/// Lanes are named by block and slot: the slot is the thread index, or the block's number of threads for its TMA.
+/// The name of a lane: its block and its slot. The slot is the thread index; a block's TMA has the block's number of
+/// threads as its slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Name(u32);
 
@@ -15,7 +16,7 @@ const SLOT_BITS: u32 = 11;
 impl Name {
     /// More blocks than this cannot be told apart.
     pub const MAX_BLOCKS: u64 = 1 << 20;
-    /// Of a record that stands for no access.
+    /// The name in a record that stands for no access.
     pub const NOBODY: Self = Self(u32::MAX);
 
     pub fn new(block: u32, slot: u32) -> Self {
@@ -48,7 +49,7 @@ impl Counts {
         }
     }
 
-    /// Joins in the counts of one block.
+    /// Joins the counts of one block into these.
     fn join_block(&mut self, block: u32, counts: &Rc<[u32]>) {
         match self.0.binary_search_by_key(&block, |part| part.0) {
             Ok(at) => join_slice(&mut self.0[at].1, counts),
@@ -83,7 +84,7 @@ impl Base {
         Self { own: vec![0; threads as usize + 1].into(), foreign: None }
     }
 
-    /// The count that is known of a lane, by one in `block`.
+    /// The count of lane `name` that a lane of `block` knows with this base.
     #[inline]
     pub fn known(&self, block: u32, name: Name) -> u32 {
         if name.block() == block {
@@ -98,7 +99,7 @@ impl Base {
 #[derive(Clone, Debug)]
 pub struct Clock {
     pub name: Name,
-    /// The epoch it is in.
+    /// The epoch that the lane is in.
     pub count: u32,
     pub base: Rc<Base>,
 }
@@ -123,7 +124,7 @@ impl Clock {
         counts.join_block(self.name.block(), &own.into());
     }
 
-    /// Learns `counts`.
+    /// Adds `counts` to what the lane knows.
     pub fn learn(&mut self, counts: &Counts) {
         let mut base = Base::clone(&self.base);
         let block = self.name.block();
@@ -144,7 +145,7 @@ impl Clock {
 pub fn join_all<'a>(clocks: impl Iterator<Item = &'a mut Clock>) {
     let mut clocks: Vec<_> = clocks.collect();
     let Some(first) = clocks.first() else { return };
-    // Lanes that met before share a base: most neighbours need not be joined.
+    // Lanes that met before share a base, so most neighbours need not be joined.
     let mut last = first.base.clone();
     let mut own = last.own.to_vec();
     let mut foreign = last.foreign.clone();

@@ -46,17 +46,17 @@ impl Collective {
     }
 }
 
-/// Words that a lane can bring to a collective: those of `mma`, C first.
+/// The most words that a lane can bring to a collective: those of `mma`, C first.
 pub const WORDS: usize = 10;
-/// What the lanes of a warp brought.
+/// The words that the lanes of a warp brought.
 pub type Table = [[u32; WORDS]; 32];
 
 pub struct Warp {
     /// Lanes that can run.
     pub runnable: u32,
-    /// Whether the scheduler's list has it.
+    /// Whether the scheduler's list of ready warps contains it.
     pub listed: bool,
-    /// The lane that ran last, or the one behind it if that one polled.
+    /// The lane that ran last, or the next one if that lane polled.
     pub last: u32,
     exited: u32,
     arrived: u32,
@@ -81,7 +81,7 @@ impl Warp {
         }
     }
 
-    /// For a new block.
+    /// Resets the warp for a new block.
     pub fn reset(&mut self) {
         (self.runnable, self.exited, self.arrived, self.last) = (0, 0, 0, 0);
     }
@@ -113,7 +113,7 @@ pub fn gather_warp<const N: usize>(kind: Collective, words: [u32; N], site: Site
     &self::world().warps[lane / 32].tables[turn]
 }
 
-/// All lanes of the warp are here.
+/// Completes a collective, as all lanes of the warp have arrived.
 fn complete(world: &mut World, index: usize, kind: Collective) {
     let warp = &mut world.warps[index];
     match kind {
@@ -141,12 +141,12 @@ fn diverged(world: &World, lanes: std::ops::Range<usize>) -> ! {
 /// A barrier of the block.
 #[derive(Default)]
 pub struct NamedBarrier {
-    /// How many lanes meet, by the first to come.
+    /// How many lanes meet, as the first to arrive says.
     count: u32,
     arrived: Vec<usize>,
 }
 
-/// Waits at barrier `id` for `count` lanes, or all.
+/// Waits at barrier `id` for `count` lanes, or for all lanes of the block.
 pub fn barrier(id: u32, count: Option<u32>, site: Site) {
     let world = world();
     let lane = world.current;
@@ -168,12 +168,14 @@ pub fn barrier(id: u32, count: Option<u32>, site: Site) {
     gather(id as usize, wanted, site);
 }
 
-/// The first of the places behind the barriers that a kernel can name, where a block's warpgroups meet.
+/// The place where the block's first warpgroup meets. It and those of the other warpgroups come after the barriers that
+/// a kernel can name.
 const WARPGROUPS: usize = 16;
 /// Places where lanes of a block can meet.
 pub const PLACES: usize = WARPGROUPS + 8;
 
-/// The warpgroup ends together what it began together: a lane that goes on knows of the others' share.
+/// Waits until all lanes of the warpgroup have done their share of the products that they began together. Afterwards
+/// each lane knows of the others' shares.
 pub fn warpgroup_barrier(site: Site) {
     let world = world();
     let lane = world.current;
@@ -212,8 +214,9 @@ fn gather(place: usize, wanted: u32, site: Site) {
     world.progress();
 }
 
-/// Waits at the barrier of the cluster for all of its lanes that have not ended. Afterwards all know what those knew
-/// who say more than what barriers they `made`, and of the others what they knew when they fenced those.
+/// Waits at the barrier of the cluster for all of its lanes that have not ended. Afterwards every lane knows what the
+/// others knew. Of those that arrived with `made` it knows only what they knew when they last fenced the mbarriers that
+/// they had made.
 pub fn cluster_barrier(made: bool, site: Site) {
     let world = world();
     let lane = world.current;
@@ -227,7 +230,7 @@ pub fn cluster_barrier(made: bool, site: Site) {
     }
 }
 
-/// Ends the barrier of a cluster if all are there; says whether.
+/// Ends the barrier of a cluster if all its lanes have arrived; returns whether it did.
 fn end_cluster_barrier(world: &mut World, number: usize) -> bool {
     let cluster = world.cluster as usize;
     let blocks = &world.blocks[number * cluster..(number + 1) * cluster];

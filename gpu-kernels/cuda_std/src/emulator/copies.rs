@@ -1,8 +1,8 @@
 //! Asynchronous copies and mbarriers.
 //!
-//! A copy is checked when it starts and done as late as it may be: when its lane waits for its group, or, for a copy
-//! that completes on an mbarrier, whenever the scheduler takes it. Between the two its bytes are marked as in flight,
-//! so that whoever touches them races with it.
+//! A copy is checked when it starts, and done as late as it may be: when its lane waits for its group or, for a copy
+//! that completes on an mbarrier, when the scheduler lands it. In between its bytes are marked as in flight, so that
+//! any access to them races with the copy.
 
 use std::rc::Rc;
 
@@ -40,21 +40,22 @@ pub struct Groups {
 #[derive(Default)]
 struct Group {
     copies: Vec<Copy>,
-    /// Whether the bytes were moved already, as its source was waited for.
+    /// Whether its bytes have been moved, because a wait for its sources came first.
     moved: bool,
 }
 
-/// What completes on an mbarrier at once: a copy, or the pieces of a tile.
+/// What completes on an mbarrier at one moment: a copy, or all pieces of a tile.
 pub struct Flight {
     copies: Vec<Copy>,
-    /// The place of its block among the resident ones.
+    /// The slot of the block that it lands in.
     slot: usize,
     barrier: u32,
-    /// What its lane knew when it started.
+    /// What its lane knew when it started it.
     counts: Counts,
-    /// The lane that started it, and which of its copies it is.
+    /// The lane that started it, and its number among that lane's copies.
     name: (Who, u32),
-    /// Shared with the copies of the same bytes into other blocks: the last of them ends the reading.
+    /// Shared with the copies of the same bytes into other blocks. The source counts as read when the last of them
+    /// lands.
     reading: Rc<()>,
 }
 
@@ -64,32 +65,32 @@ impl Flight {
     }
 }
 
-/// An mbarrier: its state is beside the emulated memory, which holds only its place.
+/// An mbarrier. Its state is kept here; the emulated memory holds only its place.
 pub struct Mbarrier {
     count: u32,
     pending: u32,
     bytes: i64,
     parity: u32,
-    /// What those who arrived in this phase know, and those of the last one knew.
+    /// What those know that have arrived in this phase; below, what those of the phase before knew.
     arriving: Counts,
     arrived: Rc<Counts>,
     waiting: Vec<(usize, u32)>,
-    /// The number of this phase among those that some lane had to wait for, if they are counted.
+    /// The number of this phase among those that some lane had to wait for, if they are counted and it is one.
     awaited: Option<u64>,
-    /// The thread that made it, and where.
+    /// The thread that initialised it, and where.
     maker: (u32, Site),
-    /// Whether that one fenced it for TMA.
+    /// Whether that thread has fenced it for TMA.
     fenced: bool,
 }
 
-/// What a lane knew when it started what runs on without it.
+/// What a lane knew when it started an operation that runs on without it.
 pub struct Known {
     pub clock: Clock,
-    /// At its last fence of the async proxy.
+    /// What it knew at its last `fence_proxy_async`.
     fence: Option<Clock>,
 }
 
-/// Checks a copy and marks its bytes.
+/// Checks a copy, and marks its bytes as in flight.
 pub fn start(destination: Address, source: Address, bytes: u32, site: Site) -> Copy {
     let len = bytes as usize;
     let world = world();
@@ -105,7 +106,7 @@ pub fn start(destination: Address, source: Address, bytes: u32, site: Site) -> C
     Copy { destination, source: Source::At(source), bytes: len, site }
 }
 
-/// What the lane wrote to shared memory, and what it knows others to have written, is there for TMA.
+/// Makes visible to TMA what the lane wrote to shared memory, and what it knows others to have written.
 pub fn fence_proxy_async() {
     let world = world();
     let thread = world.thread() as usize;
@@ -117,7 +118,7 @@ pub fn fence_proxy_async() {
     world.fence_barriers_of(world.current);
 }
 
-/// The barriers that the lane made are seen by those who meet it
+/// Makes the mbarriers that the lane initialised known to the lanes that meet it at the barrier of the cluster
 /// ([`cluster_barrier`](super::collective::cluster_barrier)).
 pub fn fence_mbarrier_init() {
     let world = world();
@@ -128,7 +129,8 @@ pub fn fence_mbarrier_init() {
 }
 
 impl World {
-    /// The barriers that a lane made are there for TMA: that lane fenced them, or met its cluster and ordered all.
+    /// Notes that TMA sees the mbarriers that a lane initialised: the lane has fenced them, or has met its cluster at a
+    /// barrier that orders everything.
     pub fn fence_barriers_of(&mut self, lane: usize) {
         let (slot, thread) = (lane / self.threads(), (lane % self.threads()) as u32);
         let barriers = self.blocks[slot].mbarriers.values_mut();
@@ -141,8 +143,9 @@ impl World {
         Known { clock: lane.clock.clone(), fence: lane.proxied.clone() }
     }
 
-    /// TMA and `wgmma` must see what they read from shared memory: each writer fenced its writes before it told the
-    /// lane that starts the reading, or that lane did after it learned of them.
+    /// Checks that TMA or `wgmma` sees what it reads from shared memory. For each write, either the writer must have
+    /// fenced it before it told the lane that starts the read, or that lane must have fenced after it learned of the
+    /// write.
     pub fn check_proxy(&mut self, source: Address, len: usize, known: &Known, site: Site) {
         let (slot, engine) = (self.slot(), self.launch.threads);
         let Block { shared, proxied, .. } = &mut self.blocks[slot];
@@ -185,7 +188,7 @@ impl World {
         }
     }
 
-    /// Makes the marks of a copy ordinary accesses.
+    /// Turns the marks of a copy in flight into ordinary accesses of `name` in `epoch`.
     fn settle(&mut self, copy: &Copy, slot: usize, flight: Mode, name: Name, epoch: u32) {
         let address = match copy.source {
             _ if flight == Mode::CopyWrite => copy.destination,
@@ -223,7 +226,7 @@ impl World {
         unsafe { region.memory.start().add(bytes.start) }
     }
 
-    /// Completes one of the copies in flight: the oldest is 0.
+    /// Completes one of the copies in flight; number 0 is the oldest.
     pub fn complete_flight(&mut self, nth: usize) {
         let flight = self.flights.remove(nth);
         if self.order.records()
@@ -251,7 +254,7 @@ impl World {
         self.progress();
     }
 
-    /// Ends the phase of a barrier if all that it waits for has come.
+    /// Ends the phase of a barrier if everything that it waits for has come.
     fn end_phase(&mut self, slot: usize, address: u32) {
         let Some(barrier) = self.blocks[slot].mbarriers.get_mut(&address) else { return };
         if barrier.pending != 0 || barrier.bytes != 0 {
@@ -271,7 +274,7 @@ impl World {
         self.progress();
     }
 
-    /// The barrier at an address of the block in `slot`, whose place in memory is used as an atomic.
+    /// The barrier at an address of the block in `slot`. Its place in memory is used as an atomic.
     fn mbarrier(&mut self, slot: usize, address: u32, site: Site) -> &mut Mbarrier {
         self.access(Address::SharedOf(slot, address), 8, 8, Mode::AtomicRead, true, site);
         match self.blocks[slot].mbarriers.get_mut(&address) {
@@ -295,7 +298,7 @@ impl World {
         self.end_phase(slot, address);
     }
 
-    /// Whether the phase of the barrier that a lane waits for is the one that nobody is to wait for.
+    /// Whether the barrier's phase, for which a lane would wait now, is the one that is to be left out.
     fn skips(&mut self, slot: usize, address: u32) -> bool {
         let Some(MissingWait::Phase(number)) = self.launch.missing else { return false };
         let Some(barrier) = self.blocks[slot].mbarriers.get_mut(&address) else { return false };
@@ -305,7 +308,8 @@ impl World {
         awaited == number
     }
 
-    /// Whether the phase of that parity has ended; if so, the lane learns what came with it.
+    /// Whether the phase of that parity has ended; if so, the lane learns what came with it. A phase that is to be left
+    /// out counts as ended, but nothing is learned.
     fn passed(&mut self, address: u32, parity: u32, site: Site) -> bool {
         let barrier = self.mbarrier(self.slot(), address, site);
         if barrier.parity == parity & 1 {
@@ -343,8 +347,8 @@ pub fn mbarrier_arrive(address: u32, bytes: u32, site: Site) {
     world.arrive(world.slot(), address, bytes, site);
 }
 
-/// Where the rank of a block stands in an address of its shared memory that [`map`] made, plus one: other addresses are
-/// the lane's own block's.
+/// The lowest bit of the block's rank plus one in an address that [`map`] made. In other addresses these bits are zero:
+/// they are in the lane's own block.
 const RANK: u32 = 24;
 
 /// An address of this block's shared memory in block `rank` of the cluster.
@@ -352,7 +356,7 @@ pub fn map(address: u32, rank: u32) -> u32 {
     address | (rank + 1) << RANK
 }
 
-/// The place of the block that a mapped address is in, and the address there.
+/// The slot of the block that a mapped address is in, and the address within that block.
 fn mapped(address: u32, site: Site) -> (usize, u32) {
     let world = world();
     let slot = if address >> RANK == 0 { world.slot() } else { world.peer((address >> RANK) - 1, site) };
@@ -415,7 +419,7 @@ pub fn bulk_multicast(destination: u32, source: u64, bytes: u32, address: u32, b
     });
 }
 
-/// The places of those blocks of the cluster whose bit is set.
+/// The slots of those blocks of the cluster whose bit is set in `blocks`.
 pub fn members(blocks: u16, site: Site) -> Vec<usize> {
     let world = world();
     if blocks == 0 {
@@ -424,7 +428,8 @@ pub fn members(blocks: u16, site: Site) -> Vec<usize> {
     (0..16).filter(|rank| blocks >> rank & 1 != 0).map(|rank| world.peer(rank, site)).collect()
 }
 
-/// Starts copies into the blocks in `slots`; in each they complete on the barrier at `address`, at a time of their own.
+/// Starts copies into the blocks in `slots`. In each block they complete on the barrier at `address`, at a moment of
+/// their own.
 pub fn launch_flights(slots: &[usize], address: u32, site: Site, start: impl Fn(usize) -> Vec<Copy>) {
     launch(slots, address, true, site, start);
 }
@@ -454,7 +459,7 @@ fn launch(slots: &[usize], address: u32, by_tma: bool, site: Site, start: impl F
     }
 }
 
-/// Which groups of a lane.
+/// Selects one kind of a lane's groups.
 pub type Select = fn(&mut super::world::Lane) -> &mut Groups;
 
 pub fn start_grouped(select: Select, destination: Address, source: Address, bytes: u32, site: Site) {
@@ -468,7 +473,8 @@ pub fn commit(select: Select) {
     groups.committed.push(Group { copies, moved: false });
 }
 
-/// Waits for all but the newest `pending` groups: until they have read their source, or altogether.
+/// Waits for all but the newest `pending` groups: until they are done if `whole`, else until they have read their
+/// sources.
 pub fn wait(select: Select, pending: usize, whole: bool) {
     let world = world();
     let (slot, lane) = (world.slot(), world.current);
@@ -493,7 +499,8 @@ pub fn wait(select: Select, pending: usize, whole: bool) {
     }
 }
 
-/// The current lane has returned from the kernel: a copy of its own, or after the last lane of the block's, in flight.
+/// A copy that is still in flight though the current lane has returned from the kernel: one of its own or, if the
+/// block's last lane has returned, any copy into the block.
 pub fn unfinished(world: &mut World, slot: usize) -> Option<(Site, &'static str)> {
     let lane = &world.lanes[world.current];
     let groups = [(&lane.async_copies, "an asynchronous copy"), (&lane.bulk_stores, "a bulk store")];

@@ -1,9 +1,10 @@
-//! Numbers of a byte: a sign, four bits of exponent, three of mantissa, no infinities (OCP 8-bit floating point).
+//! Numbers in e4m3, one byte each: a sign, four bits of exponent, three of mantissa, no infinities (OCP 8-bit floating
+//! point).
 
-/// The greatest.
+/// The largest number.
 const LARGEST: f32 = 448.0;
 
-/// What each code means.
+/// The value of each code.
 static VALUES: [f32; 256] = {
     let mut values = [0.0; 256];
     let mut code = 0;
@@ -20,19 +21,20 @@ static VALUES: [f32; 256] = {
     values
 };
 
-/// What a code means.
+/// The value of a code.
 pub fn value(code: u8) -> f32 {
     VALUES[usize::from(code)]
 }
 
-/// The code of the nearest number, of two the even one; beyond the greatest its code.
+/// The code of the number nearest to `x`; of two equally near ones the even code. Beyond the largest number it is that
+/// number's code.
 pub fn nearest(x: f32) -> u8 {
     if x.is_nan() {
         return 0x7f;
     }
     let magnitude = x.abs().min(LARGEST);
-    // Numbers lie in steps of 2^(exponent - 3); those below 2^-6 as those above. Codes are in the order of their
-    // numbers, eight of each exponent.
+    // Numbers of one exponent are 2^(exponent - 3) apart; those below 2^-6 are as far apart as those just above. Codes
+    // are in the order of their numbers, eight for each exponent.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps = (magnitude * f32::from_bits(((130 - exponent) as u32) << 23)).round_ties_even() as i32;
     let code = (exponent + 6) * 8 + steps;

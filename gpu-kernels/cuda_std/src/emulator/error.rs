@@ -1,4 +1,4 @@
-//! What can be wrong with a launch.
+//! Errors of an emulated launch.
 
 use std::fmt;
 use std::panic::Location;
@@ -6,14 +6,14 @@ use std::panic::Location;
 /// A lane of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane {
-    /// Its block.
+    /// The index of its block in the grid.
     pub block: [u32; 3],
     /// Its index in the block, or [`TMA`](Self::TMA).
     pub thread: u32,
 }
 
 impl Lane {
-    /// Stands for the block's TMA, whose copies have landed.
+    /// The index that stands for the block's TMA. Copies that have landed count as its accesses.
     pub const TMA: u32 = u32::MAX;
 }
 
@@ -30,9 +30,9 @@ impl fmt::Display for Lane {
 /// One side of a race.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// Who.
+    /// The lane that made the access.
     pub lane: Lane,
-    /// What it did: "read", "wrote", "atomically wrote" and so on.
+    /// What the lane did: "read", "wrote", "atomically wrote" and so on.
     pub what: &'static str,
     /// Where in the source.
     pub site: &'static Location<'static>,
@@ -68,20 +68,20 @@ pub enum EmulatorError {
         /// The access that ran into it.
         second: Box<Access>,
     },
-    /// An access to memory that is not there, misaligned, not initialised, read-only, or in use on another thread; or
-    /// an intrinsic misused.
+    /// An access to memory that is not there, misaligned, not initialised, or in use on another thread; an intrinsic
+    /// that is misused; or a trap.
     #[error("kernel `{kernel}`: {lane} at {site}: {what}")]
     Misuse {
         /// The kernel.
         kernel: &'static str,
-        /// Who.
+        /// The lane that made the mistake.
         lane: Lane,
         /// Where in the source.
         site: &'static Location<'static>,
         /// What is wrong, with the address.
         what: String,
     },
-    /// Lanes that must meet went different ways.
+    /// Lanes that must meet took different paths.
     #[error("kernel `{kernel}`: lanes of block {block:?} diverged: {lanes}")]
     Divergence {
         /// The kernel.
@@ -91,7 +91,7 @@ pub enum EmulatorError {
         /// Which lanes are where.
         lanes: String,
     },
-    /// No lane can run.
+    /// No lane can run, but some have not ended.
     #[error("kernel `{kernel}`: deadlock: {lanes}")]
     Deadlock {
         /// The kernel.
@@ -109,14 +109,14 @@ pub enum EmulatorError {
         /// What the lanes are doing.
         lanes: String,
     },
-    /// A panic or a trap in the kernel.
+    /// A panic in the kernel.
     #[error("kernel `{kernel}`: {lane} panicked: {message}")]
     Panic {
         /// The kernel.
         kernel: &'static str,
-        /// Who.
+        /// The lane that panicked.
         lane: Lane,
-        /// The message.
+        /// The panic's message.
         message: String,
     },
 }

@@ -11,9 +11,10 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
 use crate::tensor::TensorMap;
 use crate::{Global, GlobalMut, bf16, f16};
 
-/// Between buffers lie at least twice as many bytes of nobody, so that running over an end is noticed.
+/// Alignment of a buffer, and the size of the margins before and behind it. Nobody owns the two margins between
+/// buffers, so that running over an end is noticed.
 const ALIGNMENT: usize = 256;
-/// Device bytes nobody wrote: not a number as f32 or bf16, and out of range as an index.
+/// What device bytes hold that nobody wrote: NaN as f32 or bf16, and out of range as an index.
 const POISON: u8 = 0xff;
 
 /// Every live buffer by its address.
@@ -29,7 +30,8 @@ impl Initialised {
         Self((0..bytes.div_ceil(16)).map(|_| AtomicU16::new(word)).collect())
     }
 
-    /// Calls `visit` with each word of the map that the bytes touch and the bits that are theirs, while it says true.
+    /// Calls `visit` with each word of the map that the bytes touch, and the bits in it that are theirs, as long as it
+    /// returns true. Returns whether it always did.
     #[inline]
     fn words(&self, bytes: Range<usize>, mut visit: impl FnMut(&AtomicU16, u16) -> bool) -> bool {
         let (mut at, end) = (bytes.start, bytes.end);
@@ -70,16 +72,17 @@ pub struct Allocation {
     label: OnceLock<&'static str>,
     contents: String,
     pub initialised: Initialised,
-    /// How many [`Hold`]s there are that read, or [`WRITER`].
+    /// How many [`Hold`]s that read there are, or [`WRITER`].
     users: AtomicUsize,
 }
 
-/// One hold that writes.
+/// Stands for one hold that writes.
 const WRITER: usize = usize::MAX;
 
-// SAFETY: once an allocation is shared, its bytes are used only by who has a `Hold` of it, and who writes is alone.
+// SAFETY: once an allocation is shared, only those who have a `Hold` of it use its bytes, and a `Hold` that writes is
+// the only one.
 unsafe impl Send for Allocation {}
-// SAFETY: as above.
+// SAFETY: as for `Send`: only those who have a `Hold` use the bytes, and a `Hold` that writes is the only one.
 unsafe impl Sync for Allocation {}
 
 impl Allocation {
@@ -98,7 +101,7 @@ impl Allocation {
         Self { start, len, label: OnceLock::new(), contents, initialised, users: AtomicUsize::new(0) }
     }
 
-    /// A margin, the bytes, a margin.
+    /// The layout of a margin, the bytes, and a margin.
     fn layout(len: usize) -> Layout {
         let size = len.checked_next_multiple_of(ALIGNMENT).and_then(|len| len.checked_add(2 * ALIGNMENT));
         let layout = size.and_then(|size| Layout::from_size_align(size, ALIGNMENT).ok());
@@ -113,7 +116,7 @@ impl Allocation {
         self.len
     }
 
-    /// What errors call it.
+    /// What errors call the allocation.
     pub fn name(&self) -> String {
         match self.label.get() {
             Some(label) => format!("buffer `{label}` ({})", self.contents),
@@ -124,16 +127,17 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: as it was allocated.
+        // SAFETY: the pointer and the layout are those of the allocation.
         unsafe { dealloc(self.start.sub(ALIGNMENT), Self::layout(self.len)) }
     }
 }
 
 /// The right to read the bytes of an allocation, or to write them too, until it is dropped.
 ///
-/// Several may read at once; who writes is alone. A launch holds whatever it uses until its end, and the host what it
-/// copies: addresses are plain numbers, so nothing else keeps two threads from a data race. Nobody waits for a hold:
-/// two launches might wait for each other; and what nothing orders is a mistake, as it is among lanes.
+/// Several holds may read at once; a hold that writes is the only one. A launch holds every buffer that it uses until
+/// it ends, and the host holds what it copies. Addresses are plain numbers, so nothing else keeps two threads from a
+/// data race. Nobody waits for a hold: two launches might wait for each other. Besides, two uses that nothing orders
+/// are a mistake among threads as they are among lanes.
 #[derive(Debug)]
 pub struct Hold {
     allocation: Arc<Allocation>,
@@ -141,9 +145,9 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// To read, or what is in the way.
+    /// A hold that reads; or, in words, what is in the way.
     pub fn read(allocation: Arc<Allocation>) -> Result<Self, String> {
-        // One more, unless somebody writes.
+        // One reader more. The addition overflows if somebody writes.
         let more = |users: usize| users.checked_add(1);
         match allocation.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, more) {
             Ok(_) => Ok(Self { allocation, writes: false }),
@@ -151,7 +155,7 @@ impl Hold {
         }
     }
 
-    /// To read and write, or what is in the way.
+    /// A hold that reads and writes; or, in words, what is in the way.
     pub fn write(allocation: Arc<Allocation>) -> Result<Self, String> {
         let mut hold = Self::read(allocation)?;
         hold.begin_to_write().map(|()| hold)
@@ -162,10 +166,10 @@ impl Hold {
         self.writes
     }
 
-    /// Has a hold write as well; if others read, it says so.
+    /// Lets a hold write as well. Fails if there are other holds.
     #[cold]
     pub fn begin_to_write(&mut self) -> Result<(), String> {
-        // The one user is this.
+        // This hold must be the only user.
         if !self.writes && self.users.compare_exchange(1, WRITER, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return Err(format!("{} is written here while it is used elsewhere", self.name()));
         }
@@ -173,7 +177,7 @@ impl Hold {
         Ok(())
     }
 
-    /// Makes the bytes as if new.
+    /// Makes the bytes as if new: poisoned and uninitialised.
     ///
     /// # Panics
     /// If the hold does not write.
@@ -224,7 +228,7 @@ pub fn find(address: u64) -> Result<Arc<Allocation>, String> {
     }
 }
 
-/// The live allocation that holds all of these bytes, and the first one's place in it.
+/// The live allocation that holds all of these bytes, and where in it the first one is. Panics if there is none.
 fn find_all(address: u64, len: usize) -> (Arc<Allocation>, usize) {
     let allocation = find(address).unwrap_or_else(|nearest| panic!("address {address:#x} is out of bounds: {nearest}"));
     let start = (address - allocation.start as u64) as usize;
@@ -233,15 +237,15 @@ fn find_all(address: u64, len: usize) -> (Arc<Allocation>, usize) {
     (allocation, start)
 }
 
-/// Keeps a buffer from being written elsewhere, or used at all, until it is dropped: for whoever has a slice of its
-/// memory.
+/// Keeps a buffer from being written elsewhere, or from being used at all, until it is dropped. It is for code that has
+/// a slice of the buffer's memory.
 #[derive(Debug)]
 pub struct Lock {
     _hold: Hold,
 }
 
 impl Lock {
-    /// Of the buffer at an address: launches may read it meanwhile.
+    /// Locks the buffer at an address for reading. Launches may read it meanwhile.
     ///
     /// # Panics
     /// If there is no buffer, or a launch on another thread writes it.
@@ -250,7 +254,7 @@ impl Lock {
         Self { _hold: Hold::read(find_all(address, 0).0).unwrap_or_else(|busy| panic!("{busy}")) }
     }
 
-    /// Of the buffer at an address: nobody else may use it meanwhile.
+    /// Locks the buffer at an address for writing. Nobody else may use it meanwhile.
     ///
     /// # Panics
     /// If there is no buffer, or somebody uses it.
@@ -260,10 +264,11 @@ impl Lock {
     }
 }
 
-/// Copies the bytes from an address of device memory on to the host; those that nobody has written are 0xff.
+/// Copies bytes of device memory, from address `from` on, to the host. Bytes that nobody has written are 0xff.
 ///
 /// # Panics
-/// If they are not all in one live buffer, or it is written meanwhile: by a launch on another thread, for one.
+/// If the bytes are not all in one live buffer, or if the buffer is written meanwhile, for example by a launch on
+/// another thread.
 pub fn read(from: u64, out: &mut [u8]) {
     if out.is_empty() {
         return;
@@ -274,10 +279,11 @@ pub fn read(from: u64, out: &mut [u8]) {
     unsafe { out.as_mut_ptr().copy_from_nonoverlapping(hold.start.add(start), out.len()) };
 }
 
-/// Copies bytes from the host to an address of device memory.
+/// Copies bytes from the host to device memory, to address `to` and on.
 ///
 /// # Panics
-/// If they do not all fit in one live buffer, or it is used meanwhile: by a launch on another thread, for one.
+/// If the bytes do not all fit in one live buffer, or if the buffer is used meanwhile, for example by a launch on
+/// another thread.
 pub fn write(to: u64, data: &[u8]) {
     if data.is_empty() {
         return;
@@ -289,8 +295,8 @@ pub fn write(to: u64, data: &[u8]) {
     hold.initialised.add(start..start + data.len());
 }
 
-/// What a [`Buffer`] is made of: types of which the host can take whatever bytes a kernel left, and those that nobody
-/// wrote.
+/// An element type of [`Buffer`]. The host can read any bytes as such a value: what a kernel left, and bytes that
+/// nobody wrote.
 ///
 /// # Safety
 /// Any bytes are a value of the type, and none of its bytes is padding.
@@ -298,14 +304,14 @@ pub unsafe trait Plain: Copy {}
 
 macro_rules! plain {
     ($($number:ident)*) => { $(
-        // SAFETY: any bits are a number, and there are no others.
+        // SAFETY: any bits are a number, and there is no padding.
         unsafe impl Plain for $number {}
     )* };
 }
 
 plain!(u8 u16 u32 u64 i8 i16 i32 i64 f32 f64 bf16 f16);
 
-// SAFETY: 128 bytes of numbers, and twice the alignment.
+// SAFETY: 128 bytes of numbers; the size is twice the alignment, so there is no padding.
 unsafe impl Plain for TensorMap {}
 
 // SAFETY: one element lies right behind another.
@@ -313,8 +319,9 @@ unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
 
 /// Device memory of the emulator: `len` elements, aligned to 256 bytes, that any launch of the process can use.
 ///
-/// What is used must not be written elsewhere meanwhile. So a launch is stopped, and a copy of the host's panics, that
-/// uses a buffer which a launch on another thread has written and not ended, or that would write one which is in use.
+/// A buffer must not be written while another thread uses it. A launch is stopped, or a copy by the host panics, in two
+/// cases: it uses a buffer that an unfinished launch on another thread has written, or it would write a buffer that is
+/// in use elsewhere.
 #[derive(Debug)]
 pub struct Buffer<T: Plain> {
     allocation: Arc<Allocation>,
@@ -322,7 +329,7 @@ pub struct Buffer<T: Plain> {
 }
 
 impl Buffer<u8> {
-    /// Bytes that are all zero.
+    /// A buffer of `len` bytes that are all zero.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         let allocation = Self::allocate(len, true);
@@ -339,20 +346,20 @@ impl<T: Plain> Buffer<T> {
         Allocation::new(bytes, initialised, format!("[{}; {len}]", type_name::<T>()))
     }
 
-    /// Has launches find it.
+    /// Registers the allocation, so that launches find it.
     fn share(allocation: Allocation) -> Self {
         let allocation = Arc::new(allocation);
         registry().insert(allocation.start as u64, allocation.clone());
         Self { allocation, elements: PhantomData }
     }
 
-    /// Elements nobody has written: a kernel that reads them is stopped. Their bytes are 0xff.
+    /// A buffer of elements that nobody has written: a kernel that reads them is stopped. Their bytes are 0xff.
     #[must_use]
     pub fn new_poisoned(len: usize) -> Self {
         Self::share(Self::allocate(len, false))
     }
 
-    /// A copy of the elements.
+    /// A buffer that holds a copy of the elements.
     #[must_use]
     pub fn from_slice(elements: &[T]) -> Self {
         let allocation = Self::allocate(elements.len(), true);
@@ -361,21 +368,21 @@ impl<T: Plain> Buffer<T> {
         Self::share(allocation)
     }
 
-    /// The name by which errors call the buffer, before its type and length.
+    /// Names the buffer: errors give this name, before the buffer's type and length. The first name stays.
     #[must_use]
     pub fn named(self, label: &'static str) -> Self {
-        // Already named: the first name stays.
+        // The buffer has a name already.
         let _ = self.allocation.label.set(label);
         self
     }
 
-    /// How many elements there are.
+    /// How many elements the buffer has.
     #[must_use]
     pub fn len(&self) -> usize {
         self.allocation.len / size_of::<T>()
     }
 
-    /// Whether there are none.
+    /// Whether it has none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -385,7 +392,7 @@ impl<T: Plain> Buffer<T> {
         hold(self.allocation.clone()).unwrap_or_else(|busy| panic!("{busy}"))
     }
 
-    /// A copy of the elements; those that nobody has written are made of 0xff bytes.
+    /// A copy of the elements. Those that nobody has written consist of 0xff bytes.
     ///
     /// # Panics
     /// If a launch on another thread writes them.
@@ -400,7 +407,7 @@ impl<T: Plain> Buffer<T> {
     /// Overwrites all elements.
     ///
     /// # Panics
-    /// If there are more or fewer, or a launch on another thread uses them.
+    /// If their number is not the buffer's, or if a launch on another thread uses the buffer.
     pub fn copy_from(&mut self, elements: &[T]) {
         assert_eq!(elements.len(), self.len(), "as many elements as the buffer has");
         let hold = self.hold(Hold::write);
@@ -409,7 +416,7 @@ impl<T: Plain> Buffer<T> {
         hold.initialised.add(0..hold.len);
     }
 
-    /// Forgets the contents, as after [`new_poisoned`](Self::new_poisoned).
+    /// Makes the elements uninitialised, as after [`new_poisoned`](Self::new_poisoned).
     ///
     /// # Panics
     /// If a launch on another thread uses them.
@@ -417,17 +424,17 @@ impl<T: Plain> Buffer<T> {
         self.hold(Hold::write).poison();
     }
 
-    /// The address, for kernels that read.
+    /// The buffer's address, for kernels that read.
     #[must_use]
     pub fn ptr(&self) -> Global<T> {
         // SAFETY: the allocation's start.
         unsafe { Global::from_raw(self.allocation.start as u64) }
     }
 
-    /// The address, for kernels that write.
+    /// The buffer's address, for kernels that write.
     #[must_use]
     pub fn ptr_mut(&self) -> GlobalMut<T> {
-        // SAFETY: likewise.
+        // SAFETY: the allocation's start.
         unsafe { GlobalMut::from_raw(self.allocation.start as u64) }
     }
 }

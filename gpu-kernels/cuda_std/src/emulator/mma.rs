@@ -2,9 +2,10 @@
 
 use super::collective::Table;
 
-/// C + A B over what the lanes brought: C in words 0 to 3, A in 4 to 7, B in 8 and 9. The result replaces C.
+/// Replaces C by C + A B, from the words that the lanes brought: C is words 0 to 3, A is words 4 to 7, B is words 8 and
+/// 9.
 ///
-/// The products of two bf16 are exact in f32; they are added to C one after another, in the order of k.
+/// The products of two bf16 are exact in f32. They are added to C one after another, in the order of k.
 pub fn multiply(table: &mut Table) {
     let low = |word: u32| f32::from_bits(word << 16);
     let high = |word: u32| f32::from_bits(word & 0xffff_0000);

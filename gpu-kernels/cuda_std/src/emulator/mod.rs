@@ -1,18 +1,20 @@
-//! Runs a grid on a CPU, lane by lane, and finds what a GPU would not tell.
+//! Runs a grid on a CPU, lane by lane, and reports mistakes that a GPU would hide.
 //!
-//! Each lane is a coroutine. One thread runs a launch; shuffles, barriers and atomics are where it changes from one
-//! lane to another, and which comes next is drawn from a seed: the same seed gives the same run, another seed another
-//! order of lanes, warps and blocks. [`shrink`] makes a failing run as short as it can be, and [`replay`] runs the
-//! [`Schedule`] that it found. A launch stops at the first of
+//! Each lane is a coroutine, and one thread runs the whole launch. The thread switches from one lane to another at
+//! shuffles, barriers and atomics. Which lane comes next is drawn from a seed: the same seed gives the same run,
+//! another seed another order of lanes, warps and blocks. [`shrink`] makes a failing run as short as it can be, and
+//! [`replay`] runs the [`Schedule`] that it found.
 //!
-//! - a race: two lanes use the same bytes, one writes, and no barrier, no released and acquired atomic, no
-//!   waited-for copy orders them, in this run (`clock` and `race`);
+//! A launch stops at the first of
+//!
+//! - a race: two lanes use the same bytes, one writes, and no barrier, no released and acquired atomic, no waited-for
+//!   copy orders them, in this run (`clock` and `race`);
 //! - an access out of bounds, misaligned, or to bytes that nobody has written (`memory`, `access`);
 //! - lanes that should meet and do not: different collectives in one warp, a barrier that some never reach
 //!   (`collective`);
 //! - an asynchronous copy that is used before it was waited for, or that reads shared memory without the fence of its
 //!   proxy (`copies`);
-//! - copies and arrivals into the shared memory of a block of the cluster that has ended, or may not have begun;
+//! - a copy or an arrival into the shared memory of a block of the cluster that has ended, or may not have begun;
 //! - warps that ask for more registers than their block can be launched with (`wgmma`);
 //! - a deadlock or a livelock, a panic, or a trap (`schedule`).
 //!
@@ -48,7 +50,7 @@ pub use memory::{Buffer, Lock, Plain, read, write};
 pub use order::{ParseScheduleError, Schedule};
 pub use shrink::{Failure, Length, replay, shrink, shrink_if};
 
-/// The shared memory that a block can have at most, on Hopper.
+/// The most shared memory that a block can have on Hopper, in bytes.
 pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
 
 /// How to run a kernel.
@@ -56,38 +58,39 @@ pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
 pub struct Launch {
     /// Blocks in each dimension.
     pub grid: [u32; 3],
-    /// Lanes in a block: whole warps, no more than the kernel was made for.
+    /// Lanes in a block: whole warps, and no more than the kernel's block size.
     pub threads: u32,
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// Whether all blocks are resident at once, so that they can wait for each other. Each lane then has its stack:
-    /// Linux grants a process about 32,000.
+    /// Whether all blocks are resident at once, so that they can wait for each other. Then every lane of the grid has a
+    /// stack at the same time: Linux grants a process about 32,000.
     pub cooperative: bool,
-    /// What the order of lanes, warps and blocks is drawn from.
+    /// The seed from which the order of lanes, warps and blocks is drawn.
     pub seed: u64,
-    /// How often a lane may be resumed, over all lanes.
+    /// How many times lanes may be resumed in all. Beyond that, the launch counts as a livelock.
     pub steps: u64,
-    /// How often, one after another, lanes may be resumed that only poll.
+    /// How many times in a row lanes may be resumed that only poll. Beyond that, the launch counts as a livelock.
     pub idle_steps: u64,
-    /// A lane's stack.
+    /// The size of a lane's stack, in bytes.
     pub stack_bytes: usize,
-    /// A wait that is left out.
+    /// A wait to leave out.
     pub missing: Option<MissingWait>,
 }
 
-/// A wait that a launch leaves out, as if the kernel lacked it: for tests that its absence is found. They are numbered
-/// from 0.
+/// A wait that a launch leaves out, as if the kernel lacked it. Tests use it to show that a missing wait is found.
+/// Waits are numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingWait {
-    /// Of the phases of mbarriers that some lane has to wait for, in the whole launch, this one: no lane waits for it.
+    /// The phase of this number, among the phases of mbarriers that some lane of the launch has to wait for. No lane
+    /// waits for it.
     Phase(u64),
-    /// Of a lane's waits for MMAs of its warpgroup that are under way, this one, of each lane. If it waits for the next
-    /// ones, it waits too late.
+    /// In each lane, the wait of this number among its waits for MMAs of its warpgroup that are under way. The lane
+    /// waits for these MMAs only at its next such wait, which is too late.
     Mmas(u64),
 }
 
 impl Launch {
-    /// A launch of `blocks` blocks in one dimension, without shared memory, with seed 0.
+    /// A launch of `blocks` blocks of `threads` lanes, in one dimension, without shared memory, with seed 0.
     #[must_use]
     pub fn new(blocks: u32, threads: u32) -> Self {
         Self { grid: [blocks, 1, 1], threads, ..Self::default() }
@@ -113,15 +116,15 @@ impl Default for Launch {
 /// What a launch did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// How often a lane was resumed.
+    /// How many times a lane was resumed.
     pub steps: u64,
-    /// Arrivals of lanes at barriers of their block.
+    /// How many times a lane arrived at a barrier of its block or cluster.
     pub barriers: u64,
     /// Bytes read from global memory.
     pub bytes_loaded: u64,
     /// Bytes written to global memory.
     pub bytes_stored: u64,
-    /// Atomic accesses.
+    /// Number of atomic accesses.
     pub atomics: u64,
     /// A digest of the order in which lanes ran.
     pub trace: u64,
@@ -129,17 +132,19 @@ pub struct Report {
     pub left_out: bool,
 }
 
-/// What came of [leaving out](leave_out_each) waits.
+/// The result of [leaving out](leave_out_each) waits one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeftOut {
-    /// How many of them the emulator missed.
+    /// For how many waits the emulator noticed that they were missing.
     pub found: usize,
-    /// Those that it did not: they are not needed in this launch, or their absence does not show under its seed.
+    /// The waits for which it did not: they are not needed in this launch, or their absence does not show under its
+    /// seed.
     pub unfound: Vec<MissingWait>,
 }
 
-/// Leaves out each of these waits of a launch, one in each run, until there is none with the next number. `run` fails
-/// with what was found, or says whether [the wait came up](Report::left_out).
+/// Calls `run` for each of these waits, and notes which of them were found to be missing. `run` performs one launch
+/// without that wait, and returns the error that was found, or whether [the wait came up](Report::left_out). The search
+/// ends at the first wait that did not come up, as there is none of a higher number.
 pub fn leave_out_each<E>(
     waits: impl IntoIterator<Item = MissingWait>,
     mut run: impl FnMut(MissingWait) -> Result<bool, E>,
@@ -159,12 +164,12 @@ pub fn leave_out_each<E>(
 /// Runs a grid of kernel `K` to its end.
 ///
 /// # Errors
-/// The first thing found wrong; memory is then as the lanes left it.
+/// The first mistake that was found; memory is then as the lanes left it.
 pub fn launch<K: Kernel>(launch: &Launch, params: K::Params) -> Result<Report, EmulatorError> {
     run::<K>(launch, order::Order::seeded(launch.seed), params).result
 }
 
-/// What a run came to, and what its order was if that was to be recorded.
+/// The result of a run and, if it was recorded, its order.
 struct Ran {
     result: Result<Report, EmulatorError>,
     schedule: Schedule,

@@ -25,49 +25,49 @@ impl Rng {
     }
 }
 
-/// A lane by the number of its block and its own.
+/// A lane, by the number of its block and its index in the block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Who {
     pub block: u32,
     pub thread: u32,
 }
 
-/// A moment: a lane has made so many steps, and is the last that made one. None before the first step of all.
+/// A moment of a run: the lane that made the last step, and how many steps it has made. None before the first step.
 pub type Moment = Option<(Who, u64)>;
 
-/// What happens at a moment that would not in the plain order.
+/// What happens at a moment instead of what the plain order has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
     /// This lane runs next.
     Run(Who),
-    /// Of the copies that a lane started, the one of this number lands.
+    /// The copy of this number, among those that the lane started, lands.
     Land(Who, u32),
 }
 
 /// One way in which a schedule differs from the plain order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Choice {
-    /// So many clusters more than one are resident at once.
+    /// This many clusters more than one are resident at once.
     Resident(u32),
-    /// As the clusters are shuffled, this step swaps with that many places below.
+    /// In the shuffle of the clusters, this step swaps with the place so many below its own.
     Swap(u32, u32),
     At(Moment, Action),
 }
 
 /// An order of lanes, warps, blocks and copies, written as the choices in which it differs from the plain order.
 ///
-/// In the plain order a lane runs until it waits, polls or ends; then the next lane of its warp runs, then the next
-/// warp. A copy lands when all others only wait, the oldest first. Blocks start in the order of their numbers, one
-/// cluster at a time. A choice names what it is about by how far a lane is, so it means the same whatever other choices
-/// are made:
+/// In the plain order a lane runs until it waits, polls or ends. Then the next lane of its warp runs, then the next
+/// warp. A copy lands only when all lanes wait or poll, the oldest first. Blocks start in the order of their numbers,
+/// one cluster at a time. A choice names its moment by the steps that a lane has made, so it means the same whatever
+/// other choices are made:
 ///
 /// | choice | meaning |
 /// |---|---|
 /// | `0.40@12>0.7` | after step 12 of lane 40 of block 0, lane 7 of block 0 runs |
-/// | `0.40@12+0.64#3` | then the copy lands that is number 3 (from 0) of those that lane 64 of block 0 started |
+/// | `0.40@12+0.64#3` | at the same moment, copy number 3 (from 0) of those that lane 64 of block 0 started lands |
 /// | `begin>0.7` | lane 7 of block 0 runs first |
 /// | `resident:2` | two more clusters than one are resident at once |
-/// | `swap:5:3` | as clusters are shuffled, number 5 changes places with the third below it |
+/// | `swap:5:3` | in the shuffle of the clusters, number 5 changes places with the third below it |
 ///
 /// Choices are separated by spaces; the plain order itself is `plain`.
 ///
@@ -83,7 +83,7 @@ pub enum Choice {
 pub struct Schedule(pub(super) Vec<Choice>);
 
 impl Schedule {
-    /// How many choices are not the plain order's.
+    /// How many choices differ from the plain order.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
@@ -130,7 +130,7 @@ impl fmt::Display for Schedule {
     }
 }
 
-/// Why a text is no schedule.
+/// Why a text is not a schedule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{part}` is no choice of a schedule: those are like `0.40@12>0.7`, or `plain` alone")]
 pub struct ParseScheduleError {
@@ -181,18 +181,19 @@ impl FromStr for Schedule {
     }
 }
 
-/// A schedule, as it is looked up.
+/// A schedule, arranged for look-ups.
 struct Written {
     resident: u32,
     swaps: HashMap<u32, u32>,
     actions: HashMap<Moment, VecDeque<Action>>,
 }
 
-/// Where the order comes from, and what is kept of it.
+/// Where the order comes from, and the record of it.
 pub struct Order {
     source: Result<Rng, Written>,
     record: Option<Vec<Choice>>,
-    /// Copies that landed since the last step as the plain order has it: recorded if another choice follows.
+    /// Copies that the plain order, too, has landed since the last step. They are recorded only if another choice
+    /// follows at the same moment.
     landed: Vec<Action>,
 }
 
@@ -222,7 +223,7 @@ impl Order {
         self.record.is_some()
     }
 
-    /// The record of what was not the plain order's.
+    /// The record: the choices that differ from the plain order.
     pub fn take_record(&mut self) -> Schedule {
         Schedule(self.record.take().unwrap_or_default())
     }
@@ -263,14 +264,14 @@ impl Order {
         below
     }
 
-    /// Whether the schedule has anything to say of a moment.
+    /// Whether the schedule has an action left at a moment.
     #[inline]
     pub fn acts(&self, moment: Moment) -> bool {
         let actions = self.source.as_ref().err().and_then(|written| written.actions.get(&moment));
         actions.is_some_and(|actions| !actions.is_empty())
     }
 
-    /// The schedule's next action at a moment, if it is one that `takes` wants.
+    /// Takes the schedule's next action at a moment, if `takes` accepts it.
     fn action<T>(&mut self, moment: Moment, takes: impl Fn(Action) -> Option<T>) -> Option<T> {
         let actions = self.source.as_mut().err()?.actions.get_mut(&moment)?;
         let taken = takes(*actions.front()?)?;
@@ -279,12 +280,12 @@ impl Order {
     }
 }
 
-/// Of the chances below, one in how many.
+/// The chances of leaving a warp early, and of landing a copy: one in so many.
 const LEAVE_WARP: u64 = 16;
 const COMPLETE_COPY: u64 = 4;
 
 impl World {
-    /// A lane made a step.
+    /// Notes that a lane makes a step.
     #[inline]
     pub fn note_step(&mut self, lane: usize) {
         let place = &mut self.lanes[lane];
@@ -294,7 +295,7 @@ impl World {
         self.order.landed.clear();
     }
 
-    /// The lane that a warp goes on with, if one of its lanes can run.
+    /// The lane of a warp that goes on in the plain order, if one of its lanes can run.
     #[inline]
     fn plain_of_warp(&self, warp: usize) -> Option<usize> {
         let (runnable, last) = (self.warps[warp].runnable, self.warps[warp].last & 31);
@@ -302,7 +303,8 @@ impl World {
         (runnable != 0).then_some(warp * 32 + next as usize)
     }
 
-    /// The lane that the plain order runs next: one of the warp that ran last unless it polled, else of the next one.
+    /// The lane that the plain order runs next: one of the warp that ran last, or of the next one if that warp polled
+    /// or cannot run.
     fn plain(&self) -> Option<usize> {
         let (count, first) = (self.warps.len(), self.last_warp + usize::from(self.polls));
         let distance = |warp: usize| (warp + count - first % count) % count;
@@ -327,7 +329,7 @@ impl World {
         self.order.note(Choice::At(moment, action));
     }
 
-    /// Lands a copy in flight; `plain` if the plain order has it so.
+    /// Lands a copy in flight. `plain` says that the plain order lands it now, too.
     pub fn land(&mut self, nth: usize, plain: bool) {
         if self.order.records() {
             let (who, number) = self.flights[nth].name();
@@ -360,13 +362,13 @@ impl World {
                 return;
             }
         }
-        // Nothing else may be left to wait for.
+        // If lanes only poll, there may be nothing left to wait for but a copy.
         if !self.flights.is_empty() && self.idle > 0 && self.idle.is_multiple_of(self.lanes.len() as u64) {
             self.land(0, true);
         }
     }
 
-    /// The lane that starts a turn. One can run.
+    /// The lane that starts a turn. At least one lane can run.
     pub fn first_lane(&mut self) -> usize {
         let moment = self.moment;
         let lane = match self.order.rng() {
@@ -386,7 +388,7 @@ impl World {
         lane
     }
 
-    /// The place of a lane that can run.
+    /// The index of a lane, if it can run.
     fn runnable(&self, who: Who) -> Option<usize> {
         let running = |block: &super::world::Block| block.linear == who.block && block.exited < self.launch.threads;
         let slot = self.blocks.iter().position(running)?;
@@ -395,7 +397,7 @@ impl World {
         (self.warps[lane / 32].runnable >> (lane % 32) & 1 != 0).then_some(lane)
     }
 
-    /// The lane that goes on with the turn of a warp, if it goes on.
+    /// The lane that continues the turn of a warp, if the turn continues.
     #[inline]
     pub fn next_lane(&mut self, warp: usize) -> Option<usize> {
         let runnable = self.warps[warp].runnable;

@@ -1,32 +1,33 @@
 //! Shadow memory: who used which bytes when.
 //!
-//! A page of the shadow has one cell for each granule of memory. Granules are 16 bytes until a smaller access comes;
-//! then the page is refined, each cell split into equal ones, which loses nothing. A cell knows the last writer and the
-//! last two readers; that a third reader is forgotten can hide a race under one seed, never invent one.
+//! A page of the shadow has one cell for each granule of memory. Granules have 16 bytes until a smaller access comes.
+//! Then the page is refined: each cell is split into equal copies, which loses nothing. A cell knows the last writer
+//! and the last two readers. That it forgets a third reader can hide a race under one seed, but never invents one.
 
 use std::ops::Range;
 use std::panic::Location;
 
 use super::clock::{Clock, Name};
 
-/// Bytes of memory that a page of the shadow is about.
+/// Bytes of memory that a page of the shadow covers.
 const PAGE: usize = 4096;
 /// Granules start at 2^4 bytes.
 const COARSEST: u32 = 4;
-/// The epoch of a copy in flight, which nobody can know.
+/// The epoch of a copy in flight, which no lane can know.
 const IN_FLIGHT: u32 = u32::MAX;
 
 /// How memory is accessed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
     Read,
-    /// Of what nobody writes during the launch.
+    /// A read of bytes that nobody writes during the launch.
     ReadConstant,
     Write,
     AtomicRead,
     AtomicWrite,
-    /// By a copy that was started and not waited for.
+    /// A read by a copy that was started and not yet waited for.
     CopyRead,
+    /// A write by such a copy.
     CopyWrite,
 }
 
@@ -37,7 +38,7 @@ impl Mode {
     pub fn atomic(self) -> bool {
         matches!(self, Mode::AtomicRead | Mode::AtomicWrite)
     }
-    /// As an error says it.
+    /// The mode as an error describes it.
     pub fn verb(self) -> &'static str {
         match self {
             Mode::Read => "read",
@@ -53,7 +54,7 @@ impl Mode {
 
 static ANCHOR: &Location<'static> = Location::caller();
 
-/// A place in the source, in 32 bits: its distance from a fixed one in the same binary.
+/// A place in the source, in 32 bits: its distance from a fixed place in the same binary.
 #[derive(Clone, Copy, Default)]
 struct Site(i32);
 
@@ -137,9 +138,9 @@ struct Page {
     grain: u32,
     /// Empty until an access that needs them.
     cells: Vec<Cell>,
-    /// Bytes read as constant, and by whom last.
+    /// Bytes that were read as constant, and the last lane that did so and where.
     constant: Option<(Bits, Name, Site)>,
-    /// Bytes written, once some were read as constant or written: what `constant` must not meet.
+    /// Bytes that were written. None of them may be among those of `constant`.
     written: Option<Bits>,
 }
 
@@ -213,7 +214,7 @@ impl Page {
         Ok(())
     }
 
-    /// Replaces what a copy in flight left by an access of its own end.
+    /// Replaces the marks that a copy in flight left by `record`, the access as which it ends.
     fn land(&mut self, range: Range<usize>, flight: Mode, record: Record) {
         for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
             for past in std::iter::once(&mut cell.writer).chain(&mut cell.readers) {
@@ -274,7 +275,7 @@ impl Shadow {
         self.pages(bytes, |page, range| page.access(range, record, clock))
     }
 
-    /// Visits the last write of each granule of the bytes, until one is returned.
+    /// Visits the last write of each granule of the bytes until `wanted` accepts one, and returns that.
     pub fn find_writer(&mut self, bytes: Range<usize>, mut wanted: impl FnMut(Name, u32) -> bool) -> Option<Past> {
         let search = self.pages(bytes, |page, range| {
             let cells = page.cells.get(range.start >> page.grain..range.end >> page.grain);

@@ -21,15 +21,15 @@ use super::wgmma::Wgmmas;
 use super::world::{Block, Entered, Fiber, Lane, Region, SHARED_BASE, State, Turn, World, world};
 use super::{Launch, Report};
 
-/// Without a cooperative launch, at most so many clusters of blocks are resident at once.
+/// The most clusters that are resident at once, unless the launch is cooperative.
 const RESIDENT: usize = 4;
-/// Moments of a recorded run that are kept.
+/// The most moments of a recorded run that are kept.
 const MOMENTS: usize = 4096;
 
 impl World {
     pub fn new(kernel: &'static str, launch: Launch, cluster: u32, mut order: Order, entry: Rc<dyn Fn()>) -> Self {
         let clusters: u32 = launch.grid.iter().product::<u32>() / cluster;
-        // The next to start is the last.
+        // Clusters start from the end of this list.
         let mut waiting: Vec<u32> = (0..clusters).rev().collect();
         for i in (1..waiting.len()).rev() {
             waiting.swap(i, i - order.swap(i));
@@ -103,7 +103,7 @@ impl World {
         world
     }
 
-    /// Starts the next cluster in the place of one, or does nothing if none is left.
+    /// Starts the next cluster in the slots of one that has ended, or does nothing if none is left.
     fn start_cluster(&mut self, slots: Range<usize>) {
         let Some(number) = self.waiting.pop() else { return };
         for (rank, slot) in slots.enumerate() {
@@ -186,7 +186,7 @@ pub fn run(world: &mut World) -> Result<Report, EmulatorError> {
     }
 }
 
-/// One turn: some lanes of one warp. False when nothing is left to do.
+/// One turn: some lanes of one warp run. False when nothing is left to do.
 fn turn() -> bool {
     let world = world();
     world.land_chosen();
@@ -224,7 +224,7 @@ fn turn() -> bool {
     true
 }
 
-/// Runs lanes of a warp, `lane` first, until none can, or the order has it.
+/// Runs lanes of a warp, `lane` first, until none can run or the order ends the turn.
 fn run_warp(warp: usize, mut lane: usize) {
     let world = world();
     world.last_warp = warp;
@@ -260,7 +260,7 @@ fn run_warp(warp: usize, mut lane: usize) {
 }
 
 impl World {
-    /// Notes a step of the warp's lanes for those who read what happened.
+    /// Records a step of the warp's lanes, in a run that is recorded.
     fn note_turn(&mut self, warp: usize) {
         if self.moments.len() < MOMENTS {
             self.moments.push(self.moment);

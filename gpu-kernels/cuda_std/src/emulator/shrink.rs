@@ -1,9 +1,9 @@
-//! Failing schedules made short.
+//! Makes failing schedules short, in three stages.
 //!
-//! First the shortest prefix of the failing run's choices that still fails when the plain order follows is searched
-//! for, by halves; then choices in it are replaced by the plain order's, in ever smaller parts, until no single one can
-//! be (Zeller's delta debugging). What is left may still be a chain in which each choice only serves the next: so the
-//! actions of that chain are tried alone, at each moment of the plain order's run.
+//! The first searches, by halves, for the shortest prefix of the failing run's choices that still fails when the plain
+//! order follows it. The second replaces choices in this prefix by the plain order's, in ever smaller parts, until no
+//! single choice can be replaced (Zeller's delta debugging). What is left may still be a chain in which each choice
+//! only serves the next. So the third tries the actions of that chain alone, at each moment of the plain order's run.
 
 use std::fmt;
 
@@ -13,18 +13,18 @@ use super::world::{Site, Turn};
 use super::{Launch, Ran, Report, run};
 use crate::Kernel;
 
-/// At most so many runs, and steps in them, are spent on one failure.
+/// The most runs that are spent on one failure, and the most steps in them.
 const RUNS: u32 = 10_000;
 const STEPS: u64 = 1 << 28;
-/// Of these runs, so many to try actions alone.
+/// The most of these runs that try actions alone.
 const RUNS_ALONE: u32 = 1000;
 
 /// How long a run was.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Length {
-    /// Choices that were not the plain order's.
+    /// Choices that differ from the plain order's.
     pub choices: usize,
-    /// How often another warp came to run.
+    /// How often the run changed from one warp to another.
     pub switches: usize,
     /// How often a lane was resumed.
     pub steps: u64,
@@ -42,20 +42,20 @@ impl fmt::Display for Length {
 pub struct Failure {
     /// The schedule that fails, for [`replay`].
     pub schedule: Schedule,
-    /// What comes of it.
+    /// What that schedule leads to.
     pub result: Result<Report, EmulatorError>,
     /// The seed whose run it was made from.
     pub seed: u64,
-    /// That run.
+    /// The length of that seed's run.
     pub before: Length,
-    /// The short one.
+    /// The length of the short run.
     pub after: Length,
     /// How many runs were needed.
     pub runs: u32,
     turns: Vec<Turn>,
 }
 
-/// Turns that an error shows, the last ones.
+/// How many turns a failure shows, the last ones.
 const SHOWN: usize = 24;
 
 impl fmt::Display for Failure {
@@ -112,7 +112,7 @@ pub fn replay<K: Kernel>(launch: &Launch, schedule: &Schedule, params: K::Params
 }
 
 /// Runs a grid in the order of the launch's seed. If that fails, looks for the shortest schedule that fails alike: with
-/// an error of the same kind, at the same places in the source.
+/// an error of the same kind, at the same places in the source. Returns `None` if the seed's run does not fail.
 ///
 /// Each run needs memory of its own: `memory` makes it, with the parameters that point to it.
 ///
@@ -158,8 +158,8 @@ pub fn shrink<K: Kernel, M>(launch: &Launch, memory: impl FnMut() -> (M, K::Para
     })
 }
 
-/// As [`shrink`], for a failure that `wrong` tells from what the run came to and the memory that it left: a result that
-/// depends on the order of lanes, for one. None if the seed's own run is not wrong.
+/// As [`shrink`], for a failure that the caller defines, such as a result that depends on the order of lanes. `wrong`
+/// decides from the run's result and the memory that the run left. Returns `None` if the seed's own run is not wrong.
 pub fn shrink_if<K: Kernel, M>(
     launch: &Launch,
     mut memory: impl FnMut() -> (M, K::Params),
@@ -170,7 +170,7 @@ pub fn shrink_if<K: Kernel, M>(
         return None;
     }
     let before = first.length();
-    // A schedule under which nothing ends is no help, unless that is what is wrong.
+    // A schedule under which the run never ends is no help, unless that is what is wrong: so the steps have a limit.
     let endless = matches!(first.result, Err(EmulatorError::Livelock { .. }));
     let steps = if endless { launch.steps } else { launch.steps.min(before.steps * 8 + 100_000) };
     let mut search = Search { spent: first.steps, best: first, moments: Vec::new(), runs: 1 };
@@ -205,7 +205,7 @@ pub fn shrink_if<K: Kernel, M>(
 /// The shortest failing run so far.
 struct Search<M> {
     best: Attempt<M>,
-    /// Of the plain order's run, which passes: the first ones.
+    /// The first moments of the plain order's run, which does not fail.
     moments: Vec<Moment>,
     runs: u32,
     spent: u64,
@@ -216,7 +216,7 @@ impl<M> Search<M> {
         self.runs < RUNS && self.spent < STEPS
     }
 
-    /// Looks for a short prefix of the choices that fails. The empty one does not.
+    /// Looks for a short prefix of the choices that fails. The empty prefix is known not to.
     fn prefix(&mut self, fails: &mut impl FnMut(&mut Self, Vec<Choice>) -> bool) {
         let whole = self.best.schedule.0.clone();
         let (mut passes, mut failing) = (0, whole.len());

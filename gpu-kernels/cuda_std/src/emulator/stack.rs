@@ -1,11 +1,11 @@
-//! The stacks of lanes, kept for the next launch of the thread.
+//! The stacks of lanes, which are kept for the thread's next launch.
 
 use std::cell::RefCell;
 use std::io;
 
 use corosensei::stack::{DefaultStack, Stack, StackPointer};
 
-/// Cache lines in a page: as many starts of a stack there are.
+/// Cache lines in a page, and so the number of different offsets at which stacks start.
 const COLOURS: usize = 64;
 const CACHE_LINE: usize = 64;
 
@@ -22,7 +22,7 @@ struct Pool {
 
 /// A stack that starts some cache lines below its highest address.
 ///
-/// Every mapping ends on a page boundary; if all stacks began there, those of all lanes would compete for the same few
+/// Every mapping ends on a page boundary. If all stacks began there, those of all lanes would compete for the same few
 /// sets of the cache.
 pub struct LaneStack {
     mapping: DefaultStack,
@@ -39,13 +39,13 @@ impl LaneStack {
                 return Ok(stack);
             }
             pool.made += 1;
-            // A lane touches a few lines: an odd stride spreads neighbours over all colours.
+            // A lane touches a few lines, so an odd stride spreads neighbours over all offsets.
             let shift = pool.made * 5 % COLOURS * CACHE_LINE;
             Ok(Self { mapping: DefaultStack::new(size + COLOURS * CACHE_LINE)?, shift })
         })
     }
 
-    /// Back to the pool.
+    /// Returns the stack to the pool.
     pub fn give(self, size: usize) {
         POOL.with_borrow_mut(|pool| {
             if pool.size == size {

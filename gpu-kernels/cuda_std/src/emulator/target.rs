@@ -1,4 +1,4 @@
-//! The host's bodies of the intrinsics: the same functions as in `ptx`, emulated.
+//! The host's bodies of the intrinsics: the same functions as in `ptx`, but emulated.
 
 use std::panic::Location;
 
@@ -155,7 +155,7 @@ pub fn mma_m16n8k16_bf16(c: [f32; 4], a: [u32; 4], b: [u32; 2]) -> [f32; 4] {
 pub fn movmatrix(word: u32) -> u32 {
     let lane = world().thread() as usize % 32;
     let words = collective::gather_warp(Collective::Movmatrix, [word], Location::caller());
-    // Element [row][column] of what was given.
+    // Element [row][column] of the matrix that was given.
     let element = |row: usize, column: usize| words[row * 4 + column / 2][0] >> (column % 2 * 16) & 0xffff;
     let (row, column) = (lane / 4, lane % 4 * 2);
     element(column, row) | element(column + 1, row) << 16

@@ -1,4 +1,5 @@
-//! Copies of tiles, from plain descriptions of matrices: chunks of 16 bytes, each to its place in the swizzle.
+//! TMA's copies of tiles and boxes, done from the plain description in a map: in chunks of 16 bytes, each to its place
+//! in the swizzle.
 
 use std::sync::OnceLock;
 
@@ -11,7 +12,7 @@ use crate::tensor::{Array, Matrix, ROW, TensorMap, swizzled};
 
 const CHUNK: u32 = 16;
 
-/// What lies beyond an edge.
+/// The source of what lies beyond an edge.
 fn zeros() -> Address {
     static ZEROS: OnceLock<Buffer<u8>> = OnceLock::new();
     Address::Global(
@@ -31,8 +32,8 @@ fn matrix(map: u64, site: Site) -> Matrix {
     described(map, TensorMap::matrix, site)
 }
 
-/// Pieces of the box at `at`, in its order: address if within the array, and bytes. What is within comes row by row,
-/// the rest in chunks.
+/// The pieces of the box at `at`, in order: each one's address, if it is within the array, and its bytes. The part of a
+/// row that is within the array is one piece; the rest of the row is in chunks.
 fn pieces_of_box(array: &Array, at: [u32; 4], shared: u32, site: Site) -> Vec<(Option<u64>, u32)> {
     if !(shared - SHARED_BASE).is_multiple_of(128) {
         misuse(site, format!("a box at shared offset {}: not a multiple of 128", shared - SHARED_BASE));
@@ -66,7 +67,8 @@ pub fn load_box(destination: u32, map: u64, at: [u32; 4], barrier: u32, site: Si
     });
 }
 
-/// The chunks of the tile at `x`, `y`: offset in the tile, and address in the matrix if within it.
+/// The chunks of the tile at `x`, `y`: each one's offset in the tile, and its address in the matrix if it is within the
+/// matrix.
 fn chunks(matrix: &Matrix, [x, y]: [u32; 2], shared: u32, site: Site) -> Vec<(u32, Option<u64>)> {
     let (offset, unit) = (shared - SHARED_BASE, if matrix.swizzled { 1024 } else { 128 });
     if !offset.is_multiple_of(unit) {
@@ -74,7 +76,7 @@ fn chunks(matrix: &Matrix, [x, y]: [u32; 2], shared: u32, site: Site) -> Vec<(u3
     }
     let chunk = |i: u32| {
         let row = u64::from(y) + u64::from(i * CHUNK / (ROW * 2));
-        // Rows are whole chunks.
+        // A chunk is within the matrix or beyond it: rows are whole chunks.
         let column = u64::from(x) + u64::from(i * CHUNK % (ROW * 2) / 2);
         let within = row < matrix.rows && column < matrix.columns;
         let place = if matrix.swizzled { swizzled(i * CHUNK) } else { i * CHUNK };

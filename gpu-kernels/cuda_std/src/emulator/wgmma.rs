@@ -1,6 +1,7 @@
-//! Products of a warpgroup. Each lane does its own share when it waits for it, as late as it may be, with what it knew
-//! when it started it: a stage of shared memory that is released too early is then being written, and one that was not
-//! waited for in time was written by somebody unknown.
+//! Products of a warpgroup. Each lane computes its share when it waits for the product, as late as it may be, but with
+//! what it knew of others when it started it. So mistakes show as races: a stage of shared memory that was released too
+//! early is being overwritten by then, and a stage that was not waited for was written by a lane of which the product
+//! knows nothing.
 
 use super::MissingWait;
 use super::access::Address;
@@ -12,12 +13,12 @@ use super::world::{Site, World, misuse, world};
 use crate::tensor::swizzled;
 use crate::wgmma::{ACCUMULATORS, CORE_BYTES, CORE_ROWS_APART, FRAGMENTS};
 
-/// Products along the sum of one instruction of bf16.
+/// Elements along K of one bf16 instruction.
 const DEPTH: usize = 16;
-/// Bytes of a row along the sum of one instruction.
+/// Bytes of a row along K of one instruction.
 const ROW: usize = 2 * DEPTH;
 
-/// What operands in shared memory hold.
+/// The element type of operands in shared memory.
 #[derive(Clone, Copy)]
 enum Element {
     Bf16,
@@ -25,7 +26,7 @@ enum Element {
 }
 
 impl Element {
-    /// The values of a row's bytes, so many; the others are zeros.
+    /// The values in the bytes of a row, [`count`](Self::count) of them; the rest are zeros.
     fn values(self, row: [u8; ROW]) -> [f32; ROW] {
         match self {
             Self::Bf16 => {
@@ -47,31 +48,31 @@ impl Element {
     }
 }
 
-/// What a lane has of the warpgroup's products.
+/// A lane's share of the warpgroup's products.
 #[derive(Default)]
 pub struct Wgmmas {
-    /// Most kernels have none.
+    /// None in most kernels.
     accumulators: Option<Box<[f32; ACCUMULATORS]>>,
     fragments: [u32; FRAGMENTS],
     open: Vec<Wgmma>,
     committed: Vec<Vec<Wgmma>>,
-    /// Waits for some of them.
+    /// How many waits had groups to wait for.
     waits: u64,
     order: Order,
 }
 
-/// What `wgmma.fence` must stand between: uses of registers by ordinary code, and products that use them.
+/// Notes for the check that `wgmma.fence` stands between uses of registers by ordinary code and products that use them.
 #[derive(Default)]
 struct Order {
     /// Whether there was a fence at all.
     fenced: bool,
-    /// Accumulators that ordinary code used since the last fence, a bit each, and where one of them was.
+    /// Accumulators that ordinary code has used since the last fence, one bit each; below, where it last used one.
     accumulators: [u64; ACCUMULATORS.div_ceil(64)],
     accumulator_at: Option<Site>,
-    /// The same of fragments.
+    /// Fragments that ordinary code has set since the last fence, one bit each; below, where it last set one.
     fragments: u32,
     fragment_at: Option<Site>,
-    /// The first accumulators and columns of the products since then.
+    /// The first accumulator and the columns of each product since the last fence.
     shapes: Vec<(usize, u32)>,
 }
 
@@ -109,7 +110,7 @@ impl Order {
 }
 
 impl Wgmmas {
-    /// Those that were not waited for.
+    /// The products that were not waited for.
     fn under_way(&self) -> impl Iterator<Item = &Wgmma> {
         self.open.iter().chain(self.committed.iter().flatten())
     }
@@ -123,13 +124,13 @@ impl Wgmmas {
 struct Wgmma {
     a: OperandA,
     b: OperandB,
-    /// Of both.
+    /// The element type of both operands.
     element: Element,
     columns: u32,
     first: usize,
     keep: bool,
     site: Site,
-    /// What its lane knew when it started it.
+    /// What the lane knew when it started the product.
     known: Known,
 }
 
@@ -141,22 +142,22 @@ impl Wgmma {
 
 /// The two rows of A that a lane multiplies.
 pub enum OperandA {
-    /// In shared memory, swizzled, by the descriptor.
+    /// In shared memory, swizzled, by its descriptor.
     Swizzled(u32),
-    /// In shared memory as core matrices, likewise.
+    /// In shared memory as core matrices, by its descriptor.
     Cores(u32),
-    /// The fragments of this step, as the warp's lanes had them.
+    /// In registers: the fragments of this step, as the warp's lanes had them.
     Registers(usize, [[u8; ROW]; 2]),
 }
 
-/// B, in shared memory, by the descriptor.
+/// B, in shared memory, by its descriptor.
 #[derive(Clone, Copy)]
 pub enum OperandB {
-    /// Its columns as rows, swizzled.
+    /// K-major like A: each column of B is a row, swizzled.
     OperandA(u32),
-    /// Likewise, as core matrices.
+    /// K-major as core matrices.
     Cores(u32),
-    /// Its rows as they are, likewise.
+    /// MN-major: the rows of B as they are, swizzled.
     Columns(u32),
 }
 
@@ -164,7 +165,7 @@ impl World {
     /// The bytes of row `row` of an operand.
     fn operand(&mut self, descriptor: u32, row: u32, from: Reader) -> [u8; ROW] {
         let start = (descriptor & 0x3fff) * 16 + row * 128;
-        // The swizzle goes by bits of the address itself.
+        // The swizzle depends on bits of the address itself.
         self.halves([start, start + 16].map(swizzled), from)
     }
 
@@ -174,7 +175,7 @@ impl World {
         self.halves([start, start + (descriptor >> 16) * 16], from)
     }
 
-    /// The bytes of columns `n` and the next of an operand, of bf16.
+    /// The bytes of columns `n` and `n + 1` of a bf16 operand.
     fn columns(&mut self, descriptor: u32, n: u32, from: Reader) -> [[u8; ROW]; 2] {
         let start = (descriptor & 0x3fff) * 16 + n / 64 * (descriptor >> 16) * 16 + n % 64 * 2;
         let mut columns = [[0; ROW]; 2];
@@ -187,7 +188,7 @@ impl World {
         columns
     }
 
-    /// A row, half of it from each of two places.
+    /// A row whose two halves lie in different places.
     fn halves(&mut self, places: [u32; 2], from: Reader) -> [u8; ROW] {
         let mut out = [0; ROW];
         for (half, address) in out.chunks_exact_mut(ROW / 2).zip(places) {
@@ -204,8 +205,8 @@ impl World {
         unsafe { pointer.cast::<[u8; N]>().read() }
     }
 
-    /// Does the lane's share of a product. It knows of others what it knew when it started: whatever was written
-    /// since, or is in flight, was not there yet.
+    /// Computes the lane's share of a product. The lane knows of others only what it knew when it started the product,
+    /// so whatever has been written since then, or is in flight, was not there yet.
     fn multiply(&mut self, product: &Wgmma) {
         let Wgmma { ref a, b, element, columns, first, keep, site, ref known } = *product;
         let base = std::mem::replace(&mut self.lane().clock.base, known.clock.base.clone());
@@ -226,7 +227,7 @@ impl World {
                 OperandB::Columns(b) => self.columns(b, n, from),
             }
             .map(|row| element.values(row));
-            // The four sums side by side: each waits for what it was.
+            // Four sums side by side, because each addition waits for the one before it in its own sum.
             let places = [0, 1, 2, 3].map(|i| first + eight as usize * 4 + i);
             let products = &mut self.lane().products;
             let mut sums = places.map(|i| if keep { *products.accumulator(i) } else { 0.0 });
@@ -243,14 +244,14 @@ impl World {
     }
 }
 
-/// Who reads an operand: what its lane knew, and where it started the product.
+/// The lane that reads an operand: what it knew, and where it started the product.
 type Reader<'a> = (&'a Known, Site);
 
 fn start(a: OperandA, b: OperandB, element: Element, columns: u32, first: usize, keep: bool, site: Site) {
     let world = world();
     let known = world.known();
     let lane = world.lane();
-    // What the lane does next comes after what the product knows.
+    // What the lane does from now on belongs to a new epoch, of which the product knows nothing.
     lane.clock.count += 1;
     let product = Wgmma { a, b, element, columns, first, keep, site, known };
     if let Some(what) = lane.products.order.wrong(&product) {
@@ -263,7 +264,7 @@ fn start(a: OperandA, b: OperandB, element: Element, columns: u32, first: usize,
     lane.products.open.push(product);
 }
 
-/// Ordinary uses of registers before, products after.
+/// Orders ordinary uses of registers before it and products after it.
 pub fn fence() {
     world().lane().products.order = Order { fenced: true, ..Order::default() };
 }
@@ -274,7 +275,7 @@ pub fn from_shared(a: OperandA, b: OperandB, columns: u32, first: usize, keep: b
     start(a, b, Element::Bf16, columns, first, keep, site);
 }
 
-/// The same of e4m3, with B in core matrices.
+/// As [`from_shared`] for e4m3, with B in core matrices.
 pub fn of_e4m3(a: OperandA, b: u32, columns: u32, first: usize, keep: bool, site: Site) {
     collective::gather_warp(Collective::Wgmma, [b], site);
     start(a, OperandB::Cores(b), Element::E4m3, columns, first, keep, site);
@@ -283,7 +284,7 @@ pub fn of_e4m3(a: OperandA, b: u32, columns: u32, first: usize, keep: bool, site
 /// The first of the upper accumulators.
 const UPPER: usize = 64;
 
-/// Into the upper accumulators.
+/// A product with A in registers, into the upper accumulators.
 pub fn from_registers(step: usize, b: OperandB, columns: u32, keep: bool, site: Site) {
     let world = world();
     let lane = world.thread() as usize % 32;
@@ -325,7 +326,7 @@ pub fn wait(pending: usize, site: Site) {
     collective::warpgroup_barrier(site);
 }
 
-/// The accumulator, which no product may be using.
+/// The accumulator. No product may be using it.
 pub fn accumulator(i: usize, site: Site) -> &'static mut f32 {
     let products = &mut world().lane().products;
     if products.under_way().any(|p| p.accumulators().contains(&i)) {
@@ -349,9 +350,9 @@ pub fn set_fragment(i: usize, word: u32, site: Site) {
 /// Registers of an SM.
 const REGISTERS: u32 = 65536;
 
-/// Notes what the lane's warp asks for. A block shares out the registers that it was launched with, at most as many a
-/// lane, in eights, as an SM has for all its lanes: once every warp has asked, more than that would be waited for
-/// forever.
+/// Notes the registers that the lane's warp asks for, and checks the sum once every warp of the block has asked. A
+/// block shares out the registers that it was launched with. For each lane these are at most what an SM has, divided by
+/// the block's lanes and rounded down to a multiple of eight, and at most 248. A request for more would wait for ever.
 pub fn share_registers(count: u32, site: Site) {
     let world = world();
     let (warp, threads) = (world.thread() / 32, world.launch.threads);

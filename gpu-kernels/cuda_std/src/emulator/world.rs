@@ -56,17 +56,19 @@ pub struct Lane {
     pub yielder: *const Yielder<(), ()>,
     pub state: State,
     pub clock: Clock,
-    /// Steps that it made.
+    /// Steps that it has made.
     pub steps: u64,
-    /// Copies that it started and that complete on an mbarrier.
+    /// How many copies that complete on an mbarrier it has started.
     pub flights: u32,
-    /// What the last fence of each scope publishes with a later relaxed atomic.
+    /// What it knew at its last fence of block scope, and of device scope or wider. A later relaxed atomic publishes
+    /// this.
     pub released: [Option<Clock>; 2],
-    /// What relaxed atomics saw and the next fence learns; whether it came at device scope, and from this block.
+    /// What its relaxed atomics have seen and its next fence learns; whether that came at device scope, and whether
+    /// from this block.
     pub seen: Vec<(Rc<Counts>, bool, bool)>,
-    /// What it knew at its last fence of the async proxy.
+    /// What it knew at its last `fence_proxy_async`.
     pub proxied: Option<Clock>,
-    /// What it knew when it last fenced the barriers it had made.
+    /// What it knew when it last fenced the mbarriers that it had made.
     pub made: Option<Clock>,
     pub async_copies: Groups,
     pub bulk_stores: Groups,
@@ -83,9 +85,9 @@ pub struct Block {
     /// Epoch of the block's TMA.
     pub engine: u32,
     pub exited: u32,
-    /// For each lane, the epochs that ended with a fence of its own for the async proxy, in ascending order.
+    /// For each lane, the epochs that ended with a `fence_proxy_async` of its own, in ascending order.
     pub proxied: Vec<Vec<u32>>,
-    /// For each warp, the registers of a lane that it has asked for.
+    /// For each warp, the registers for each lane that it has asked for.
     pub registers: Vec<Option<u32>>,
 }
 
@@ -115,15 +117,15 @@ pub enum Turn {
         steps: u64,
     },
     Landed {
-        /// Where it was started.
+        /// Where the copy was started.
         site: Site,
     },
 }
 
-/// What synchronises through one atomic location.
+/// What has been released through one atomic location.
 pub struct Released {
     pub counts: Rc<Counts>,
-    /// The only block that released here, or none if there were several.
+    /// The block that released here; none if several did.
     pub block: Option<u32>,
     /// Whether all releases were at device scope or wider.
     pub device: bool,
@@ -132,14 +134,15 @@ pub struct Released {
 pub struct World {
     pub kernel: &'static str,
     pub launch: Launch,
-    /// Blocks of a cluster: as many neighbours among the resident ones, too.
+    /// Blocks in a cluster. They are neighbours among the resident blocks, too.
     pub cluster: u32,
-    /// For each resident cluster the lanes that wait at its barrier, and whether they tell of barriers they made alone.
+    /// For each resident cluster, the lanes that wait at its barrier, and whether each publishes only the mbarriers
+    /// that it made.
     pub at_cluster_barrier: Vec<Vec<(usize, bool)>>,
     pub entry: Rc<dyn Fn()>,
     pub order: Order,
     pub report: Report,
-    /// Resident blocks, `threads / 32` warps and `threads` lanes each.
+    /// Resident blocks. Each has `threads / 32` of the warps and `threads` of the lanes.
     pub blocks: Vec<Block>,
     pub warps: Vec<Warp>,
     pub lanes: Vec<Lane>,
@@ -155,11 +158,12 @@ pub struct World {
     pub flights: Vec<Flight>,
     /// Clusters still to start, the next one last.
     pub waiting: Vec<u32>,
-    /// Phases of mbarriers that some lane had to wait for, as far as they are counted.
+    /// How many phases of mbarriers some lane has had to wait for. They are counted only if one is to be left out.
     pub phases_awaited: u64,
     pub error: Option<EmulatorError>,
-    /// Steps since a lane last got anywhere.
+    /// Steps since a lane last made progress.
     pub idle: u64,
+    /// Whether the lane that runs only polls.
     pub polls: bool,
     /// The warp that ran last.
     pub last_warp: usize,
@@ -193,7 +197,7 @@ impl Drop for Entered {
 
 /// The running launch.
 ///
-/// The reference must not be held over [`suspend`]: what runs meanwhile takes its own.
+/// The reference must not be held over [`suspend`]: the lanes that run meanwhile take references of their own.
 #[inline]
 pub fn world() -> &'static mut World {
     let world = CURRENT.with(Cell::get);
@@ -252,19 +256,19 @@ impl World {
         &mut self.blocks[slot]
     }
 
-    /// The places of the blocks of a cluster, from that of one of them.
+    /// The slots of the blocks of a cluster, from the slot of one of them.
     pub fn cluster_of(&self, slot: usize) -> std::ops::Range<usize> {
         let cluster = self.cluster as usize;
         let first = slot / cluster * cluster;
         first..first + cluster
     }
 
-    /// The number of the current lane's block in its cluster.
+    /// The rank of the current lane's block in its cluster.
     pub fn rank(&self) -> u32 {
         self.slot() as u32 % self.cluster
     }
 
-    /// A block of the current lane's cluster: its place.
+    /// The slot of the block of this rank in the current lane's cluster, which must not have ended.
     pub fn peer(&self, rank: u32, site: Site) -> usize {
         if rank >= self.cluster {
             misuse(site, format!("block {rank} of a cluster of {}", self.cluster));
@@ -282,12 +286,12 @@ impl World {
         (self.current % self.threads()) as u32
     }
 
-    /// A lane by its place among the resident ones.
+    /// The description of a lane, by its index among the resident ones.
     pub fn who(&self, lane: usize) -> error::Lane {
         error::Lane { block: self.blocks[lane / self.threads()].index, thread: (lane % self.threads()) as u32 }
     }
 
-    /// A lane by its name, whether it is resident or not.
+    /// The description of a lane, by its name, whether it is resident or not.
     pub fn named(&self, name: Name) -> error::Lane {
         let thread = if name.slot() == self.launch.threads { error::Lane::TMA } else { name.slot() };
         error::Lane { block: self.block_index(name.block()), thread }
@@ -320,7 +324,7 @@ impl World {
         Clock::new(Name::new(block, thread), base.clone())
     }
 
-    /// What lanes are doing, in words: those that did not exit, grouped.
+    /// What lanes are doing, in words. Lanes that do the same are grouped; those that have exited come last.
     pub fn describe(&self, lanes: std::ops::Range<usize>) -> String {
         const SHOWN: usize = 6;
         let mut groups: Vec<(State, Vec<usize>)> = Vec::new();
@@ -364,7 +368,7 @@ impl World {
         parts.join("; ")
     }
 
-    /// Lanes by block, in ranges.
+    /// Lanes in words: grouped by block, in ranges.
     fn list(&self, lanes: &[usize]) -> String {
         const SHOWN: usize = 3;
         let mut blocks: Vec<(usize, Vec<(usize, usize)>)> = Vec::new();
@@ -399,7 +403,8 @@ impl World {
         texts.join(" and ")
     }
 
-    /// The error of a race at `offset` bytes into what `region` names.
+    /// The error of a race between an earlier access, `past`, and the current lane's access in `mode` at `site`.
+    /// `place` says which bytes.
     #[cold]
     pub fn race(&self, past: &Past, mode: Mode, site: Site, place: String) -> EmulatorError {
         let first = Access { lane: self.named(past.name), what: past.mode.verb(), site: past.site };

@@ -1,4 +1,4 @@
-//! Atomic accesses: one module for each memory and type, a function for each operation.
+//! Atomic accesses: one module for each memory and type, with a function for each operation.
 
 use core::arch::asm;
 

@@ -1,4 +1,4 @@
-//! What lanes do together.
+//! Barriers, warp collectives and `mma`.
 
 use core::arch::asm;
 
@@ -48,13 +48,13 @@ pub fn sync_threads() {
 
 #[inline(always)]
 pub fn sync_named(id: u32, count: u32) {
-    // SAFETY: as above.
+    // SAFETY: a barrier touches no memory.
     unsafe { barrier_count(id, count) }
 }
 
 #[inline(always)]
 pub fn sync_warp() {
-    // SAFETY: as above.
+    // SAFETY: a barrier touches no memory.
     unsafe { warp_barrier(FULL) }
 }
 
@@ -124,8 +124,9 @@ pub fn mma_m16n8k16_bf16(c: [f32; 4], a: [u32; 4], b: [u32; 2]) -> [f32; 4] {
 macro_rules! ldmatrix {
     ($($name:ident $instruction:literal;)*) => {
         $(
-            // LLVM's intrinsic wants a pointer in the shared address space, which Rust cannot name. A volatile block is
-            // at least never moved into a branch.
+            // This is `asm!` because LLVM's intrinsic wants a pointer in the shared address space, which Rust cannot
+            // name. LLVM does not know that the block is convergent; but it is volatile, and so at least never moved
+            // into a branch.
             #[inline(always)]
             pub unsafe fn $name(row: u32) -> [u32; 4] {
                 let (a, b, c, d): (u32, u32, u32, u32);
@@ -148,7 +149,7 @@ ldmatrix! {
 #[inline(always)]
 pub fn movmatrix(word: u32) -> u32 {
     let transposed: u32;
-    // SAFETY: exchanges registers. Volatile, as above.
+    // SAFETY: exchanges registers. Volatile, for the same reason as `ldmatrix`.
     unsafe {
         asm!("movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};", d = out(reg32) transposed, a = in(reg32) word, options(nostack));
     }

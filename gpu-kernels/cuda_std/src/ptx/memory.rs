@@ -73,7 +73,7 @@ macro_rules! loads {
     };
 }
 
-// `readonly` keeps a load behind the stores and barriers before it; `nomem` lets one of constant data move.
+// `readonly` keeps a load behind the stores and barriers that precede it; `nomem` lets loads of constant data move.
 loads! {
     load_global load_global16 u64 reg64 "global" (pure, readonly, nostack);
     load_global_nc load_global16_nc u64 reg64 "global.nc" (pure, nomem, nostack);
@@ -120,7 +120,7 @@ macro_rules! stores {
     (vector $name16:ident $address:ident $reg:ident $space:literal) => {
         stores!(vector $name16 $address $reg $space "" ";");
     };
-    // With text around the instruction.
+    // With text before and after the instruction.
     (vector $name16:ident $address:ident $reg:ident $space:literal $before:literal $after:literal) => {
         #[inline(always)]
         pub unsafe fn $name16(address: $address, [a, b, c, d]: [u32; 4]) {
@@ -186,6 +186,6 @@ pub fn async_commit() {
 
 #[inline(always)]
 pub fn async_wait<const PENDING: usize>() {
-    // SAFETY: waits; a memory clobber, so that loads of what was copied stay behind it.
+    // SAFETY: waits. The block clobbers memory, so that loads of what was copied stay behind it.
     unsafe { asm!("cp.async.wait_group {n};", n = const PENDING, options(nostack)) }
 }

@@ -1,8 +1,8 @@
-//! The device's bodies: PTX, and LLVM's intrinsics where there are some.
+//! The device's bodies of the intrinsics: PTX, and LLVM's intrinsics where there are some.
 //!
 //! LLVM does not know that an `asm!` block may be convergent, and could move one into a branch that only some lanes
-//! take. So whatever a warp or a block does together (barriers, shuffles, votes, mma) goes through intrinsics.
-//! Memory accesses are `asm!` with their state space, since Rust's pointers are generic addresses.
+//! take. So whatever a warp or a block does together (barriers, shuffles, votes, mma) goes through LLVM's intrinsics.
+//! Memory accesses are `asm!` that names their state space, since Rust's pointers are generic addresses.
 
 use core::arch::asm;
 use core::arch::nvptx;

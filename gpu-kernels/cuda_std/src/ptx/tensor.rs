@@ -1,4 +1,4 @@
-//! Tensor maps and clusters.
+//! Tensor maps, clusters, and launches that begin early.
 
 use core::arch::asm;
 
@@ -104,7 +104,7 @@ pub fn cluster_sync() {
 
 #[inline(always)]
 pub fn cluster_sync_made() {
-    // SAFETY: as above.
+    // SAFETY: a barrier touches no memory.
     unsafe {
         cluster_arrive_relaxed();
         cluster_wait();

@@ -57,8 +57,9 @@ macro_rules! accumulators {
     ($first:tt $($i:tt)*) => { concat!("{{acc", $first $(, ",acc", $i)*, "}}") };
 }
 
-/// The upper word of a descriptor: 1,024 bytes between groups of eight rows (of columns: of eight of the sum), 128-byte
-/// swizzle. B may be core matrices (`plain`), without a swizzle, or columns (`$transposed` 1).
+/// A product whose A is swizzled rows, by descriptors. Their upper words are `swizzled` (1,024 bytes between groups of
+/// eight rows, or for columns between groups of eight along K; 128-byte swizzle) and `plain` (core matrices: the same
+/// distance, no swizzle). `$rows` says which of the two B has. `$transposed` is 1 if B is columns.
 macro_rules! product {
     ($shape:literal, ($($i:tt)*), $a:ident, $b:ident $rows:literal, $keep:ident) => {
         product!($shape, ($($i)*), $a, $b $rows, $keep, 0)
@@ -112,7 +113,8 @@ macro_rules! upper {
     };
 }
 
-/// Of core matrices the upper word says 1,024 bytes between groups of eight rows, no swizzle.
+/// A product whose A is core matrices: its upper word says 1,024 bytes between groups of eight rows, no swizzle. B is
+/// swizzled rows.
 macro_rules! cores {
     ($a:ident, $b:ident, $keep:ident, $shape:literal, $($accumulators:tt)*) => {
         // SAFETY: the caller's.
@@ -126,7 +128,7 @@ macro_rules! cores {
     };
 }
 
-/// Of swizzled rows, or of B columns (`$transposed`), into 32 accumulators.
+/// A product of 64 columns of C, in 32 accumulators. A is swizzled rows; so is B, or B is columns (`$transposed` 1).
 macro_rules! n64 {
     ($a:ident, $b:ident, $keep:ident, $transposed:literal, $second:ident) => {
         // SAFETY: the caller's.
@@ -152,7 +154,7 @@ pub unsafe fn wgmma_n64_columns<const SECOND: bool>(a: u32, b: u32, keep: bool) 
     n64!(a, b, keep, 1, SECOND);
 }
 
-/// A in four fragments. Of B the upper word says 1,024 bytes between groups of eight rows, a swizzle of 128.
+/// A product whose A is four fragments. B's upper word says 1,024 bytes between groups of eight rows, 128-byte swizzle.
 macro_rules! fragments {
     ($step:ident, $b:ident, $keep:ident, $shape:literal, $transposed:literal, $($accumulators:tt)*) => {
         // SAFETY: the caller's.
@@ -210,7 +212,7 @@ pub unsafe fn wgmma_n128_upper<const STEP: usize>(b: u32, keep: bool) {
 
 #[inline(always)]
 pub unsafe fn wgmma_load_fragments<const STEP: usize>(row: u32) {
-    // SAFETY: the caller's. It stays where it is among products and waits.
+    // SAFETY: the caller's. Not pure: the block stays where it is among products and waits.
     unsafe {
         asm!("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{fragment{a0}, fragment{a1}, fragment{a2}, fragment{a3}}}, [{row}];",
             a0 = const 4 * STEP, a1 = const 4 * STEP + 1, a2 = const 4 * STEP + 2, a3 = const 4 * STEP + 3,
@@ -228,13 +230,14 @@ pub fn wgmma_get<const I: usize>() -> f32 {
 
 #[inline(always)]
 pub fn wgmma_set<const I: usize>(value: f32) {
-    // SAFETY: as above.
+    // SAFETY: moves a register that `wgmma_declare` named.
     unsafe { asm!("mov.f32 acc{i}, {v};", v = in(reg32) value, i = const I, options(nostack)) }
 }
 
 #[inline(always)]
 pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
-    // SAFETY: as above. Not pure: it stays where it is among products and waits.
+    // SAFETY: writes a register that `wgmma_declare` named. Not pure: the block stays where it is among products and
+    // waits.
     unsafe {
         asm!("cvt.rn.bf16x2.f32 fragment{i}, {high}, {low};", high = in(reg32) high, low = in(reg32) low, i = const I,
             options(nostack));
@@ -243,11 +246,12 @@ pub fn wgmma_set_fragment<const I: usize>(low: f32, high: f32) {
 
 #[inline(always)]
 pub fn wgmma_put_fragment<const I: usize>(word: u32) {
-    // SAFETY: as above. Not pure: it stays where it is among products and waits.
+    // SAFETY: writes a register that `wgmma_declare` named. Not pure: the block stays where it is among products and
+    // waits.
     unsafe { asm!("mov.b32 fragment{i}, {word};", word = in(reg32) word, i = const I, options(nostack)) }
 }
 
-/// Of e4m3, A and B as descriptors whose upper words are `$high` and that of core matrices.
+/// A product of e4m3, by descriptors. A's upper word is `$high`; B is core matrices.
 macro_rules! e4m3 {
     ($a:ident, $high:literal, $b:ident, $keep:ident, $shape:literal, ($($i:tt)*)) => {
         // SAFETY: the caller's.

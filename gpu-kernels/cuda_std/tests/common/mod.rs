@@ -12,18 +12,18 @@ pub use kernels::Io;
 
 /// The buffers of a launch, and what came of it.
 pub struct Run {
-    /// `n` words, 0, 1, 2 and so on.
+    /// `n` words: 0, 1, 2 and so on.
     pub input: Buffer<u32>,
-    /// `n` words, poisoned before.
+    /// `n` words, poisoned before the launch.
     pub output: Buffer<u32>,
-    /// 64 words, zero before.
+    /// 64 words, zero before the launch.
     pub zeros: Buffer<u32>,
     /// The launch's result.
     pub result: Result<Report, EmulatorError>,
 }
 
 impl Run {
-    /// The parameters, whose buffers live as long as this.
+    /// The parameters. Their buffers live as long as `self`.
     pub fn params(&self) -> Io {
         let n = self.input.len() as u32;
         Io { input: self.input.ptr(), output: self.output.ptr_mut(), zeros: self.zeros.ptr_mut(), n }

@@ -1,8 +1,8 @@
-//! The batch of an EAGLE-3 head that drafts on the CPU, one sequence after another: its rows are made of the hidden
-//! states that passes over the model leave, and its sequences have the model's slots.
+//! The batch of an EAGLE-3 head that drafts on the CPU, one sequence after another. Its rows are made from the hidden
+//! states that passes over the model leave. Its sequences have the slots of the model's.
 //!
-//! Texts begin at a multiple of the positions that hidden states are kept of, so that these are found by positions in
-//! the text.
+//! A sequence's first row uses the hidden states of a position that is a multiple of [`WINDOW`]. So the position of a
+//! row in the head's text and that of its hidden states in the model's text have the same place in the ring.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,8 +18,8 @@ use crate::batch::draft::head::{Text, limits};
 use crate::batch::limits::{Costs, Limits};
 use crate::batch::plan::{Plan, Slot, Work};
 
-/// The model's hidden states of each sequence's last positions, by slot: `[WINDOW, 3, hidden]`, those of position `p`
-/// at `p % WINDOW`.
+/// The model's hidden states at the last positions of each sequence, by slot: `[WINDOW, 3, hidden]`. Those of position
+/// `p` are at `p % WINDOW`.
 #[derive(Clone, Default)]
 pub struct KeptStates(Arc<Mutex<HashMap<Slot, Vec<f32>>>>);
 
@@ -28,14 +28,14 @@ impl KeptStates {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps those of a position of the sequence in a slot, `[3, hidden]`.
+    /// Stores the hidden states `[3, hidden]` at a position of the sequence in a slot.
     pub fn put(&self, slot: Slot, position: usize, states: &[f32]) {
         let mut kept = self.lock();
         let of_slot = kept.entry(slot).or_insert_with(|| vec![0.0; WINDOW * states.len()]);
         of_slot[position % WINDOW * states.len()..][..states.len()].copy_from_slice(states);
     }
 
-    /// Those of positions, side by side, `[positions, 3, hidden]`.
+    /// The hidden states at these positions, `[positions, 3, hidden]`. `each` is the number of elements at a position.
     fn gather(&self, slot: Slot, positions: std::ops::Range<usize>, each: usize) -> Vec<f32> {
         let kept = self.lock();
         let of_slot = &kept[&slot];
@@ -57,12 +57,13 @@ pub struct HeadBatch {
 struct Sequence {
     text: Text,
     cache: Option<KvCache>,
-    /// The head's own hidden state of its last row.
+    /// The head's own hidden state after its last row.
     own: Vec<f32>,
 }
 
 impl HeadBatch {
-    /// `head`, to draft for `model`, whose hidden states will be in `states`; of `sequences` of up to `context` tokens.
+    /// A batch for `head`, which drafts for `model`. The model's hidden states will be in `states`. There is room for
+    /// `sequences` sequences of up to `context` tokens.
     ///
     /// # Errors
     /// A head that was made for another model.
@@ -72,14 +73,14 @@ impl HeadBatch {
         states: KeptStates,
         [context, sequences]: [usize; 2],
     ) -> Result<Self, Error> {
-        // Each has a cache of its own.
+        // Each sequence has a cache of its own, so pages do not limit it.
         let limits = limits([context, sequences, sequences * context.div_ceil(PAGE_TOKENS)], u32::MAX);
         let slots = (0..sequences).map(|_| Sequence::default()).collect();
         Ok(Self { head: CpuEagle::new(head, model)?, states, limits, slots, outcomes: Vec::new() })
     }
 
-    /// Runs the rows of a work, and gives the model's token for the best after the last; none if numbers are not
-    /// finite.
+    /// Runs the rows of a work. If it samples, returns the best next token, as the model numbers it. None also if a
+    /// number is not finite.
     fn run(&mut self, work: &Work) -> Option<u32> {
         let (start, rows) = (work.start as usize, work.rows as usize);
         let each = 3 * self.head.head().config.plan.hidden;
@@ -115,7 +116,7 @@ impl BatchBackend for HeadBatch {
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {
         for (started, start) in plan.started.iter().zip(starts) {
             let Sequence { text, cache, .. } = &mut self.slots[started.slot as usize];
-            // What was read of it stays, if it goes on.
+            // If the sequence goes on, what was read of it stays in the cache.
             if text.tokens.get(..text.known) != start.tokens.get(..text.known) || cache.is_none() {
                 *cache = Some(self.head.new_cache(start.max_length));
             }

@@ -1,4 +1,4 @@
-//! What batches of a head have in common, wherever they run.
+//! What the batches of a head have in common on all devices.
 
 use model::{Fault, Place};
 
@@ -8,25 +8,25 @@ use crate::batch::backend::Outcome;
 use crate::batch::limits::Limits;
 use crate::batch::plan::Work;
 
-/// A sequence's tokens, as a head knows them.
+/// The text of a sequence in the head's batch.
 #[derive(Clone, Default)]
 pub(crate) struct Text {
-    /// All of them.
+    /// All tokens of the text.
     pub tokens: Vec<u32>,
-    /// Those of them that are not the head's, from the first on.
+    /// How many of them, from the first on, came from outside and were not drafted by the head.
     pub known: usize,
 }
 
 impl Text {
-    /// Of tokens that are not the head's.
+    /// A text of tokens that the head has not drafted.
     pub(crate) fn new(tokens: &[u32]) -> Self {
         Self { tokens: tokens.to_vec(), known: tokens.len() }
     }
 
-    /// From position `at` on, they are `tokens`, which are not the head's.
+    /// Replaces the tokens from position `at` on by `tokens`, which the head has not drafted.
     ///
     /// # Panics
-    /// If there are less than so many.
+    /// If the text has fewer than `at` tokens.
     pub(crate) fn rewrite(&mut self, at: usize, tokens: &[u32]) {
         assert!(at <= self.tokens.len(), "position {at} of {}", self.tokens.len());
         self.tokens.truncate(at);
@@ -34,8 +34,8 @@ impl Text {
         self.known = self.tokens.len();
     }
 
-    /// Appends what the head says after the rows of a work, and gives that as its outcome; none if its numbers are not
-    /// finite.
+    /// Appends the token that the head predicts after the rows of a work, and returns it as the work's outcome. None
+    /// means that a number was not finite.
     pub(crate) fn say(&mut self, work: &Work, token: Option<u32>) -> Outcome {
         let position = (work.start + work.rows) as usize - 1;
         let fault = token.is_none().then_some(Fault { place: Place::Logits, position, row: 0 });
@@ -45,7 +45,8 @@ impl Text {
     }
 }
 
-/// What a head's batch has room for: `sequences` of up to `context` tokens, and so many pages and rows of a plan.
+/// The limits of a head's batch: `sequences` sequences of up to `context` tokens, `pages` pages, and `rows` rows in a
+/// plan.
 pub(crate) fn limits([context, sequences, pages]: [usize; 3], rows: u32) -> Limits {
     Limits {
         context,

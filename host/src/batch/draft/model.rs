@@ -1,18 +1,17 @@
-//! Drafts of a batch's sequences by a model or a head: a batch of its own, with pages of its own, whose sequences
-//! follow the text of those that they draft for.
+//! Drafts for the sequences of a batch by a model or a head. This drafter runs a batch of its own, with pages of its
+//! own. Its sequences follow the text of the sequences that they draft for.
 //!
-//! A proposal is a chain of tokens for each sequence, a pass over the draft model for each place in it: the first runs
-//! the rows that its cache lacks, one or two as a rule, and every other one row a sequence. Passes are shared by all
-//! sequences, so their number is chosen for all of them together: as many as make the most tokens in a time, as
-//! [`drafting`] has it, summed over the sequences.
+//! A proposal is a chain of tokens for each sequence. Each place in the chains takes one pass over the draft model. The
+//! first pass runs the rows that a sequence's cache lacks, usually one or two; every later pass runs one row for each
+//! sequence. All sequences share the passes, so their number is chosen for all together: the number that makes the most
+//! tokens in a time, by the formula of [`drafting`] summed over the sequences.
 //!
-//! A model whose drafts are hopeless is asked for one token every [`REST`] steps, twice as long each time that this
-//! changes nothing: a trial costs no row. A sequence for which there is no room, or that has a token which the draft
-//! model does not know, has no drafts by it. Neither changes the text.
+//! If the model's drafts are hopeless, it is asked for one token every [`REST`] steps. Each time this changes nothing,
+//! the rest becomes twice as long. Such a trial costs no row in the step. A sequence gets no drafts by the model if
+//! there is no room for it, or if it has a token that the draft model does not know. None of this changes the text.
 //!
-//! A head's rows are made of hidden states that the model's passes leave: those of a sequence's last [`WINDOW`]
-//! positions, as long as steps leave any without a gap. So a head knows of a sequence what comes after some place in
-//! its text.
+//! A head's rows are made from hidden states, which the model's passes leave for the last [`WINDOW`] positions of a
+//! sequence, as long as each step leaves them. So a head knows a sequence's text only from some place on.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -30,94 +29,99 @@ use crate::batch::running::Running;
 use crate::draft::{DraftCheckpoint, ModelDraft, learned, pass_share};
 use crate::drafter::Backoff;
 
-/// Steps without a pass, where none is worth it, before one comes all the same.
+/// Steps without a pass, if none is worth it, before a trial.
 const REST: u32 = 16;
-/// The most of these.
+/// The longest rest.
 const MOST_REST: u32 = 16 * REST;
-/// Rows that a sequence's cache may lack for them to run with the others' first pass; more are read as a prompt is.
+/// Rows that a sequence's cache may lack and still run in the shared first pass. If it lacks more, they are read as a
+/// prompt.
 const MOST_LAG: usize = MAX_DECODE_ROWS as usize;
 
-/// A sequence that may have drafts.
+/// A sequence that may get drafts.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted<'a> {
-    /// Where it runs.
+    /// Its slot in the batch that is drafted for.
     pub slot: Slot,
-    /// What is known of it.
+    /// Its state.
     pub running: &'a Running,
-    /// Most drafts.
+    /// Most drafts that it may get.
     pub most: u32,
 }
 
 impl<'a> Wanted<'a> {
-    /// Of the sequence in a slot, at most so many.
+    /// The sequence in a slot, with at most `most` drafts.
     pub(crate) const fn of(slot: Slot, running: &'a Running, most: u32) -> Self {
         Self { slot, running, most }
     }
 }
 
-/// Positions of a sequence whose hidden states are kept for a head.
+/// For how many of a sequence's last positions hidden states are kept for a head.
 pub(crate) const WINDOW: usize = 128;
 
-/// A draft model or a head with its batch.
+/// A draft model or a head, with the batch that it runs.
 pub(crate) struct ModelDrafter {
     backend: Box<dyn BatchBackend>,
-    /// Tokens that both models know.
+    /// Tokens below this number are known to both models.
     vocab: u32,
-    /// What a pass takes beside a step of the model of one row.
+    /// The cost of a pass, as a share of a one-row step of the model that is drafted for.
     pass: u32,
-    /// Of a head: of which positions hidden states are there, by slot.
+    /// For a head: the positions whose hidden states are there, by slot.
     states: Option<HashMap<Slot, Range<usize>>>,
-    /// None of a head, whose sequences have the model's slots.
+    /// Not used for a head, whose sequences have the slots of the model's.
     free_slots: Vec<Slot>,
     free_pages: Vec<Page>,
-    /// By slot of the batch that is drafted for.
+    /// The followed sequences, by slot in the batch that is drafted for.
     followers: HashMap<Slot, Follower>,
-    /// What drafts were worth of late for all: what is expected of a sequence that has had none.
+    /// The estimate over all sequences of what drafts are worth. A new sequence starts with it.
     usual: u32,
-    /// Steps until a pass comes all the same, and from how many on that is counted down.
+    /// Steps until the next trial.
     rest: u32,
+    /// The length of a rest.
     rests: Backoff,
 }
 
-/// The draft model's side of a sequence.
+/// The draft model's sequence for one sequence of the batch.
 struct Follower {
     slot: Slot,
     pages: Vec<Page>,
-    /// Tokens of the model's sequence that its own text does not have, the first ones: what follows counts its tokens.
+    /// How many tokens at the start of the followed sequence are not in this one's text. The counts below are within
+    /// this text.
     skipped: usize,
-    /// Tokens of the sequence when drafts were last proposed, and those.
+    /// Tokens of the text when drafts were last proposed.
     known: usize,
+    /// The drafts that were last proposed.
     chain: Vec<u32>,
-    /// Whether the last of these has had no row of its own.
+    /// Whether the last of these drafts has not been run as a row.
     is_behind: bool,
-    /// Tokens of the sequence whose keys and values are in the cache, from the first on.
+    /// Tokens of the text, from the first on, whose keys and values are in the cache.
     cached: usize,
-    /// What drafts were worth of late.
+    /// The estimate of what drafts are worth.
     acceptance: u32,
 }
 
 /// A chain in the making.
 struct Chain<'a> {
-    /// Which of those that may have drafts.
+    /// The index of its sequence among those that are wanted.
     of: usize,
     wanted: Wanted<'a>,
     slot: Slot,
-    /// The text.
+    /// The text that the draft model's sequence has to follow.
     text: &'a [u32],
-    /// Whether the draft model takes its sequence up.
+    /// Whether the draft model has to start its sequence.
     starts: bool,
-    /// The backend does not know these yet.
+    /// Entries of the page table that the backend does not know yet.
     tables: Vec<TableEntry>,
-    /// Tokens whose rows have run or are on their way.
+    /// Tokens of the text and the chain whose rows have run or are under way.
     cached: usize,
-    /// What there is of it so far, of so many.
+    /// The drafts so far.
     tokens: Vec<u32>,
+    /// The number of drafts to make.
     length: usize,
 }
 
 impl ModelDrafter {
-    /// With a `backend` that runs `draft`, and has no drafts of its own, for a model of this `config`; where a layer
-    /// takes as long as reading `layer_bytes` would, beside reading its weights.
+    /// A drafter for a model of this `config`. `backend` runs `draft`, without drafts of its own. `layer_bytes` is the
+    /// time that a layer takes beside its weights, as bytes that could be read in it.
     pub(crate) fn new(
         backend: Box<dyn BatchBackend>,
         config: &Config,
@@ -125,7 +129,7 @@ impl ModelDrafter {
         layer_bytes: u64,
     ) -> Self {
         let limits = backend.limits();
-        // Several rows pass a grid barrier behind each matrix.
+        // In a pass of several rows, a grid barrier follows each matrix, which makes layers slower.
         let bytes = draft.pass_bytes(2 * layer_bytes);
         Self {
             states: draft.is_head().then(HashMap::new),
@@ -141,12 +145,13 @@ impl ModelDrafter {
         }
     }
 
-    /// Whether it drafts from the model's hidden states.
+    /// Whether this is a head, which drafts from the model's hidden states.
     pub(crate) const fn is_head(&self) -> bool {
         self.states.is_some()
     }
 
-    /// Rows at these positions of the sequence in a slot run, and leave their hidden states or not.
+    /// Notes that rows at these positions of the sequence in a slot have run, and whether they left their hidden
+    /// states.
     pub(crate) fn note_states(&mut self, slot: Slot, positions: Range<usize>, are_left: bool) {
         let Some(states) = &mut self.states else { return };
         if !are_left {
@@ -161,7 +166,7 @@ impl ModelDrafter {
         there.start = there.start.max(there.end.saturating_sub(WINDOW));
     }
 
-    /// The sequence in a slot has left.
+    /// Forgets the sequence in a slot, which has left it.
     pub(crate) fn forget(&mut self, slot: Slot) {
         self.leave(slot);
         if let Some(states) = &mut self.states {
@@ -169,7 +174,7 @@ impl ModelDrafter {
         }
     }
 
-    /// Follows the sequence in a slot no longer.
+    /// Stops following the sequence in a slot.
     fn leave(&mut self, slot: Slot) {
         if let Some(follower) = self.followers.remove(&slot) {
             if !self.is_head() {
@@ -179,13 +184,13 @@ impl ModelDrafter {
         }
     }
 
-    /// What drafts for the sequence in a slot were worth of late.
+    /// The estimate of what drafts for the sequence in a slot are worth.
     pub(crate) fn acceptance(&self, slot: Slot) -> u32 {
         self.followers.get(&slot).map_or(self.usual, |follower| follower.acceptance)
     }
 
-    /// A chain for each of `wanted`, none where another source or none at all is better, in a step of so many `rows`
-    /// without drafts, where a row costs `cost`.
+    /// Makes a chain for each of `wanted`. The chain is empty if another source of drafts, or none at all, is better.
+    /// `rows` is the number of rows of the step without drafts, and `cost` what a draft's row costs.
     ///
     /// # Errors
     /// A device error.
@@ -227,7 +232,7 @@ impl ModelDrafter {
         Ok(chains)
     }
 
-    /// Learns how the last drafts of a sequence fared, and which of them its cache may keep.
+    /// Learns how a sequence's last drafts fared, and which of their rows may stay in the cache.
     fn follow(&mut self, wanted: &Wanted<'_>) {
         let Some(follower) = self.followers.get_mut(&wanted.slot) else { return };
         let chain = std::mem::take(&mut follower.chain);
@@ -241,8 +246,8 @@ impl ModelDrafter {
         follower.cached = follower.known + common_prefix(ran, new);
     }
 
-    /// Whether a chain is likely to be worth its passes in the next step; or one comes all the same, to see whether
-    /// that has changed.
+    /// Whether to wait for tokens and run passes before the next step: chains are likely to be worth it, or a trial is
+    /// due to see whether this has changed.
     pub(crate) fn is_worthwhile(
         &mut self,
         settings: &ModelDraft,
@@ -259,14 +264,15 @@ impl ModelDrafter {
         self.rest == 0 && !candidates.is_empty()
     }
 
-    /// Those of `wanted` of which nothing that is likelier to be right than the model was found otherwise.
+    /// Those of `wanted` for which no other drafts were found that are likelier to be right than the model's.
     fn candidates<'w, 'a: 'w>(&self, wanted: impl IntoIterator<Item = &'w Wanted<'a>>) -> Vec<Wanted<'a>> {
         let found = |running: &Running| !running.guess.tokens.is_empty();
         let prefers = |w: &Wanted<'_>| found(w.running) && w.running.acceptance >= self.acceptance(w.slot);
         wanted.into_iter().filter(|wanted| wanted.most > 0 && !prefers(wanted)).copied().collect()
     }
 
-    /// How many passes for all `candidates` make the most tokens in a time, in a step of so many `rows` without drafts.
+    /// How many passes for all `candidates` together make the most tokens in a time. `rows` is the number of rows of
+    /// the step without drafts.
     fn depth(&self, settings: &ModelDraft, cost: Cost, rows: u32, candidates: &[Wanted<'_>]) -> u32 {
         let most = candidates.iter().map(|wanted| wanted.most).max().unwrap_or(0).min(settings.depth());
         if !settings.adaptive {
@@ -279,7 +285,7 @@ impl ModelDrafter {
             time += u64::from(cost.any);
         }
         let acceptances: Vec<u64> = candidates.iter().map(|wanted| self.acceptance(wanted.slot).into()).collect();
-        // What the next draft of each is expected to bring.
+        // The tokens that the next draft of each sequence is expected to bring.
         let mut more = acceptances.clone();
         for depth in 1..=most {
             time += u64::from(self.pass);
@@ -296,22 +302,23 @@ impl ModelDrafter {
         best
     }
 
-    /// Where the text of a new follower begins, and its slot; none if there is no room.
+    /// For a sequence that is not followed yet: where its text begins, and its slot. None if there is no room.
     fn place(&mut self, slot: Slot, length: usize) -> Option<(usize, Slot)> {
         let Some(states) = &self.states else { return Some((0, self.free_slots.pop()?)) };
-        // Hidden states are found by their positions in this text, too.
+        // A row's position in this text must find its hidden states in the ring, so the first ones must be those of a
+        // multiple of the window.
         let first = states.get(&slot)?.start.next_multiple_of(WINDOW);
         (first + 2 <= length && slot < self.backend.limits().sequences).then_some((first + 1, slot))
     }
 
-    /// Whether the hidden states of the rows that a follower's cache lacks are there, if it needs any.
+    /// Whether the hidden states of the rows that a follower's cache lacks are there. Always true for a model.
     fn can_go_on(&self, slot: Slot) -> bool {
         let (Some(states), Some(follower)) = (&self.states, self.followers.get(&slot)) else { return true };
         states.get(&slot).is_some_and(|there| there.start < follower.skipped + follower.cached)
     }
 
-    /// Begins a sequence's chain of at most so many drafts; none if there is no room, or it has a token that the draft
-    /// model does not know.
+    /// Begins a sequence's chain of at most `depth` drafts. None if there is no room, or if the sequence has a token
+    /// that the draft model does not know.
     fn begin<'a>(&mut self, of: usize, wanted: Wanted<'a>, depth: u32) -> Option<Chain<'a>> {
         let history = &wanted.running.history;
         if !self.can_go_on(wanted.slot) {
@@ -345,8 +352,8 @@ impl ModelDrafter {
         Some(Chain { of, wanted, slot, text, cached, starts, tables, length, tokens: Vec::new() })
     }
 
-    /// Tells the backend of the pages of `chains` and of the sequences that start, and runs what their caches lack of
-    /// these, all but the newest token.
+    /// Tells the backend the pages of `chains` and the sequences that start. Reads what these sequences' caches lack,
+    /// except the newest token.
     fn read(&mut self, chains: &mut [Chain<'_>]) -> Result<(), Error> {
         let most = self.backend.limits().rows as usize;
         let mut plan = Plan::default();
@@ -378,7 +385,7 @@ impl ModelDrafter {
         Ok(())
     }
 
-    /// Runs the passes of `chains`, each begun before the one before it has ended, if the backend can.
+    /// Runs the passes of `chains`. If the backend can, each pass is begun before the one before has ended.
     fn run(&mut self, chains: &mut [Chain<'_>]) -> Result<(), Error> {
         let passes = chains.iter().map(|chain| chain.length).max().unwrap_or(0);
         let most_under_way = if self.backend.runs_ahead() { 2 } else { 1 };
@@ -392,7 +399,8 @@ impl ModelDrafter {
             let outcomes = self.backend.end()?;
             let going_on = chains.iter_mut().filter(|chain| chain.length > ended);
             for (chain, outcome) in going_on.zip(outcomes) {
-                // Behind a token that the other model does not know, or none at all, no draft counts.
+                // A chain ends at a token that the other model does not know, or at a fault; later tokens of it do not
+                // count.
                 let said = outcome.tokens.first().filter(|&&token| outcome.fault.is_none() && token < self.vocab);
                 if let Some(&token) = said.filter(|_| chain.tokens.len() == ended) {
                     chain.tokens.push(token);
@@ -405,7 +413,7 @@ impl ModelDrafter {
 }
 
 impl<'a> Chain<'a> {
-    /// How its sequence starts: what is older than the newest token is read as a prompt.
+    /// How its sequence starts. All tokens before the newest are read as a prompt.
     fn start(&self) -> Start<'a> {
         Start {
             tokens: self.text,
@@ -418,12 +426,12 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Its next rows.
+    /// Its next `rows` rows.
     fn work(&self, rows: usize, samples: bool) -> Work {
         Work { slot: self.slot, start: self.cached as u32, rows: rows as u32, samples, most_drafts: 0 }
     }
 
-    /// The rows of its next pass: up to the newest token, and then one after another.
+    /// The rows of its next pass. The first pass runs all rows up to the newest token, every later pass one row.
     fn next(&mut self) -> Work {
         let work = self.work(self.text.len().saturating_sub(self.cached).max(1), true);
         self.cached += work.rows as usize;

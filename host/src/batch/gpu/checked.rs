@@ -1,14 +1,14 @@
-//! Whether a plan names what there is: the device believes every number of it.
+//! Checks of a plan: that it names only what exists. The device trusts every number in it.
 
 use super::passes::SequenceRows;
 use crate::batch::backend::Start;
 use crate::batch::limits::Limits;
 use crate::batch::plan::Plan;
 
-/// Checks every number of a plan, and the tokens of those that start.
+/// Checks every number of a plan, and the tokens of the sequences that start.
 ///
 /// # Panics
-/// If one is of nothing that there is.
+/// If a number names something that does not exist.
 pub fn check_plan(plan: &Plan, starts: &[Start<'_>], limits: &Limits, vocab: usize) {
     let within = |what: &str, number: u32, most: u32| assert!(number < most, "{what} {number} of {most}");
     let entries = limits.context.div_ceil(limits.page_tokens) as u32;
@@ -41,7 +41,7 @@ pub fn check_plan(plan: &Plan, starts: &[Start<'_>], limits: &Limits, vocab: usi
     }
 }
 
-/// Checks that a step's rows are within the context, and that there is room for so many `choices`.
+/// Checks that the rows of a step are within the context, and that there is room for their choices.
 ///
 /// # Panics
 /// If not.

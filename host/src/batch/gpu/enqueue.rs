@@ -1,4 +1,4 @@
-//! What a step enqueues: pages that move, passes, and their choices.
+//! Enqueues a step: moves of pages, other changes, passes, and their choices.
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::batch::{self as kernels, Put, TakeBest, TakeTokens};
@@ -13,20 +13,20 @@ use crate::Error;
 use crate::forward::{self, RowOutput, Tiles};
 
 impl GpuBatch {
-    /// Enqueues what changes beside rows.
+    /// Enqueues all changes of a step besides its rows.
     pub(super) fn enqueue_changes(&self, changes: &Changes) -> Result<(), Error> {
         let upload = &self.upload;
-        // SAFETY: pages that are packed, of which the list names each once; it lives with self.
+        // SAFETY: these pages are packed, and the list names each once; it lives with self.
         unsafe { self.forward.enqueue_unpack(upload.ptr(changes.unpack), changes.unpack.len())? };
         let clock = &self.clocks[self.turn].moves;
         clock.start()?;
         for (way, list) in changes.moves {
-            // SAFETY: a list of the size said, of pages that the plan was checked for.
+            // SAFETY: the list has the size said, and its pages were checked with the plan.
             unsafe { self.mover.enqueue(self.forward.cache(), way, upload.ptr(list), list.len() / 2)? };
         }
         clock.stop()?;
-        // SAFETY: entries of page tables and pages of the cache, which the plan was checked for, each once; pages to
-        // pack are not packed.
+        // SAFETY: the lists name entries of page tables and pages of the cache, each once, which were checked with the
+        // plan. Pages to pack are not packed.
         unsafe {
             self.put(changes.tables, self.forward.page_tables().ptr_mut())?;
             self.put(changes.packed, self.forward.packed_pages().unwrap_or_default())?;
@@ -35,7 +35,7 @@ impl GpuBatch {
         self.uses.enqueue(upload, &changes.uses)
     }
 
-    /// Enqueues that the words of a list are put into their places.
+    /// Enqueues the writing of a list's words to the places that it names.
     ///
     /// # Safety
     /// The list names places of `to`, each once.
@@ -49,7 +49,7 @@ impl GpuBatch {
         unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(count), 0, put) }
     }
 
-    /// The rows of a pass.
+    /// The lists of a pass's rows, as kernels take them.
     fn rows(&self, ready: &Ready) -> step::Rows {
         let upload = &self.upload;
         step::Rows {
@@ -61,7 +61,8 @@ impl GpuBatch {
         }
     }
 
-    /// Enqueues a pass, without its choices. Returns where the best tokens will be, if it tells these by itself.
+    /// Enqueues a pass without its choices. Returns where the ranks of the best tokens will be, if the pass finds them
+    /// itself.
     pub(super) fn enqueue_pass(&mut self, ready: &Ready) -> Result<Option<Global<u64>>, Error> {
         let rows = self.rows(ready);
         let (upload, pass) = (&self.upload, &ready.pass);
@@ -75,7 +76,7 @@ impl GpuBatch {
                 vocab: self.vocab() as u32,
                 count: taken as u32,
             };
-            // SAFETY: the list is of the size said, and names rows of this pass, each once, choices of the step before,
+            // SAFETY: the list has the size said. It names rows of this pass, each once; choices of the step before;
             // and slots.
             unsafe { self.forward.device().launch::<kernels::take_tokens>(kernels::blocks(taken), 0, take)? };
         }
@@ -103,14 +104,14 @@ impl GpuBatch {
                 tiles: Some(Tiles { list: tiles, count: pass.tiles.len() as u32 }),
                 output,
             };
-            // SAFETY: likewise.
+            // SAFETY: as for the prompts' lists.
             best = unsafe { self.forward.enqueue_quickest(&all, pass.rows_of())? };
         }
         Ok(best)
     }
 
-    /// Enqueues the choices of a pass that is enqueued, with notes of the rows whose log-probabilities are wanted.
-    /// Masks are made now, while the pass runs.
+    /// Enqueues the choices of a pass that is enqueued, and notes of the rows whose log-probabilities are wanted. Waits
+    /// for the masks, which are made while the pass runs.
     pub(super) fn enqueue_chosen(
         &mut self,
         ready: &Ready,
@@ -124,7 +125,7 @@ impl GpuBatch {
         if let Some(best) = best {
             let (choices, sampled) = (upload.ptr(ready.choices), self.sampled_from(ready.first));
             let take = TakeBest { best, choices, sampled, count: chosen };
-            // SAFETY: the list is of the size said, and names rows of this pass.
+            // SAFETY: the list has the size said, and names rows of this pass.
             return unsafe {
                 self.forward.device().launch::<kernels::take_best>(kernels::blocks(chosen as usize), 0, take)
             };
@@ -139,12 +140,12 @@ impl GpuBatch {
         unsafe { self.notes.enqueue(&self.sampler, self.forward.logits(), group)? };
         self.enqueue_masks(ready, only_forms)?;
         self.enqueue_choices(ready, rows)?;
-        // SAFETY: likewise.
+        // SAFETY: as for the first notes.
         unsafe { self.notes.enqueue_chosen(self.forward.logits(), group) }
     }
 
-    /// Enqueues the passes of a step from the `first` on, with their choices, up to one that has to wait for the step
-    /// before. Which that is.
+    /// Enqueues the passes of a step from pass `first` on, with their choices. Stops after a pass whose choices must
+    /// wait for the step before, and returns its number.
     pub(super) fn enqueue_passes(
         &mut self,
         passes: &[Ready],
@@ -165,11 +166,11 @@ impl GpuBatch {
         Ok(None)
     }
 
-    /// Enqueues what a step that was begun has left out, now that the one before it has ended.
+    /// After a step has ended, enqueues what was left out of the step that was begun after it.
     pub(super) fn take_up_halted(&mut self) -> Result<(), Error> {
         let Some(mut step) = self.under_way.pop_front() else { return Ok(()) };
         if let Some(halted) = step.halted.take() {
-            // A pass with masked choices does not tell the best tokens.
+            // There are no best tokens to take: a pass with masked choices does not find them.
             self.put_off.clear();
             self.enqueue_chosen(&step.passes[halted], None, step.only_forms)?;
             self.enqueue_passes(&step.passes, halted + 1, step.only_forms)?;
@@ -180,13 +181,13 @@ impl GpuBatch {
         Ok(())
     }
 
-    /// Where the tokens of the step's choices go, from this one on.
+    /// Where the tokens of the step's choices go, from choice number `choice` on.
     fn sampled_from(&self, choice: usize) -> GlobalMut<u32> {
         // SAFETY: within the mapped words, which have room for as many choices as a step has rows and sequences.
         unsafe { self.sampled.ptr_mut().at(choice) }
     }
 
-    /// Enqueues a pass's choices.
+    /// Enqueues the sampler for a pass's choices.
     fn enqueue_choices(&self, ready: &Ready, rows: step::Rows) -> Result<(), Error> {
         let sample = SampleEach {
             rows,

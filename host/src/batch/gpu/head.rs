@@ -1,9 +1,10 @@
-//! The batch of an EAGLE-3 head that drafts on a device: its rows are made of the hidden states that passes over the
-//! model leave ([`States`]), and its sequences have the model's slots.
+//! The batch of an EAGLE-3 head that drafts on a device. Its rows are made from the hidden states that passes over the
+//! model leave ([`States`]). Its sequences have the slots of the model's.
 //!
-//! A plan's rows are known tokens, which begin with the model's hidden states, or tokens that the head itself has said
-//! before, which begin with its own. Texts begin at a multiple of the positions that hidden states are kept of, so that
-//! these are found by positions in the text.
+//! The rows of a plan are either all known tokens, which use the model's hidden states, or all tokens that the head
+//! drafted before, which use the head's own. A sequence's first row uses the hidden states of a position that is a
+//! multiple of the ring's length. So the position of a row in the head's text and that of its hidden states in the
+//! model's text have the same place in the ring.
 
 use cuda_std::GlobalMut;
 use gpu_kernels::batch::{self as kernels, Put, TakeBest};
@@ -24,25 +25,25 @@ use crate::cache::KvCache;
 use crate::device::{Device, Mapped, Marker};
 use crate::forward::{Begin, Capacity, Forward, HeadWeights, Pass, RowOutput, Tiles};
 
-/// Rows of a plan.
+/// Most rows of a plan.
 const ROWS: usize = 8 * MAX_ROWS as usize;
 
 /// Runs a head.
 pub struct HeadBatch {
     forward: Forward,
-    /// The model's.
+    /// The model's hidden states.
     states: States,
-    /// The model's token for each of the head's.
+    /// The model's token for each token of the head.
     targets: Vec<u32>,
     limits: Limits,
     slots: Vec<Text>,
     upload: Upload,
-    /// What was said after each row that samples,
+    /// The best token after each row that samples, from passes that find it themselves.
     said: Mapped,
-    /// or, where passes tell no best tokens, what their logits say.
+    /// The best tokens of passes that do not find them, computed from their logits.
     read: Vec<u32>,
     done: Marker,
-    /// The works of the step under way that sample.
+    /// The works that sample, in the step under way.
     sampling: Vec<Work>,
 }
 
@@ -58,7 +59,8 @@ struct Listed {
 }
 
 impl HeadBatch {
-    /// For `model`, which leaves hidden states and is to live as long, with room for so many `pages`.
+    /// A batch for `head`, which drafts for `model`, with room for these sequences, of up to `context` tokens each, and
+    /// `pages`. The model must keep hidden states and live as long.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
@@ -85,7 +87,7 @@ impl HeadBatch {
         })
     }
 
-    /// Pages for so many tokens of each sequence, as far as `bytes` reach, and at least for one sequence.
+    /// The number of pages for `sequences` full contexts, within `bytes`, but at least for one.
     pub fn pages(head: &HeadWeights, context: usize, sequences: usize, bytes: Option<u64>) -> usize {
         let one = context.div_ceil(PAGE_TOKENS);
         let room = bytes.map_or(usize::MAX, |bytes| bytes as usize / KvCache::page_bytes(&head.config));
@@ -110,7 +112,7 @@ impl HeadBatch {
         }
     }
 
-    /// Enqueues a pass; what it says goes where `said` is.
+    /// Enqueues a pass. Its best tokens go to `self.said`, from index `said` on.
     fn enqueue(&mut self, listed: &Listed, begin: Begin, said: usize) -> Result<(), Error> {
         let (upload, pass) = (&self.upload, &listed.pass);
         let rows = Rows {
@@ -129,8 +131,8 @@ impl HeadBatch {
             output: if chosen > 0 { RowOutput::LogitsFrom(0) } else { RowOutput::None },
         };
         let best = self.forward.begin_decode()?;
-        // SAFETY: lists of rows that were checked, which live with self; the counters were cleared; a hidden state that
-        // is gone from the ring would be another's.
+        // SAFETY: the lists are of rows that were checked, and live with self. The counters were cleared. If a hidden
+        // state is gone from the ring, another's is read in its place.
         unsafe { self.forward.enqueue_head_pass(begin, &all, pass.rows_of())? };
         let Some(best) = best else { return self.read_best(&listed.pass) };
         if chosen == 0 {
@@ -143,7 +145,7 @@ impl HeadBatch {
         unsafe { self.forward.device().launch::<kernels::take_best>(kernels::blocks(chosen), 0, take) }
     }
 
-    /// Where passes tell no best tokens: of their logits, as soon as they are there.
+    /// For passes that do not find the best tokens: waits for their logits and finds the best tokens in them.
     fn read_best(&mut self, pass: &RowPass) -> Result<(), Error> {
         let mut logits = vec![0.0; self.targets.len()];
         for chosen in &pass.chosen {
@@ -200,11 +202,11 @@ impl BatchBackend for HeadBatch {
             let count = tables.len() / 2;
             let to = self.forward.page_tables().ptr_mut();
             let put = Put { entries: self.upload.ptr(tables), to, count: count as u32 };
-            // SAFETY: entries of page tables, each once, and pages that there are: the drafter numbers them.
+            // SAFETY: entries of page tables, each once, and pages that exist: the drafter gives out their numbers.
             unsafe { self.forward.device().launch::<kernels::put_words>(kernels::blocks(count), 0, put)? };
         }
         let mut said = 0;
-        // Rows are cut in the order of works where all of them sample.
+        // If all works sample, the passes hold their rows in the order of the works.
         for listed in &passes {
             self.enqueue(listed, begin, said)?;
             said += listed.pass.chosen.len();
@@ -232,7 +234,7 @@ impl BatchBackend for HeadBatch {
 
 impl Drop for HeadBatch {
     fn drop(&mut self) {
-        // A step that nobody waited for uses memory that goes next.
+        // A step that nobody waited for may still use memory that is freed next.
         let _ = self.forward.device().synchronize();
     }
 }

@@ -1,4 +1,4 @@
-//! What a step takes to the device, as lists of words.
+//! The lists of words that a step takes to the device.
 
 use std::collections::HashMap;
 
@@ -20,45 +20,49 @@ use crate::gpu::settings;
 /// A pass with its lists.
 pub struct Ready {
     pub pass: RowPass,
-    /// Tokens that the step under way chooses: see [`TakeTokens::entries`].
+    /// Rows whose tokens the step under way chooses: see [`TakeTokens::entries`].
     pub taken: List,
     pub count: List,
     pub tokens: List,
     pub positions: List,
     pub slots: List,
     pub tiles: List,
-    /// Where there are choices: rows of a prompt's pass whose logits are wanted, how many those are, and [`Choice`]s.
+    /// If tokens are chosen: the rows of a pass over prompts whose logits are needed.
     pub picks: List,
+    /// The number of picks.
     pub pick_count: List,
+    /// The [`Choice`]s.
     pub choices: List,
-    /// Whether all choices are the best tokens, and nothing else is wanted.
+    /// Whether all choices are simply the best tokens, and nothing else is wanted.
     pub plain: bool,
-    /// Choices of sequences whose answers have a form.
+    /// The choices of sequences whose answers have a form.
     pub masked: Vec<Masked>,
-    /// Whether one of them follows a token that is not known yet, so that its mask is not, either.
+    /// Whether one of these follows a token that is not known yet. Its mask is then not known either.
     pub waits: bool,
-    /// The first choice among all of the step.
+    /// The number of the first choice, counted over the step.
     pub first: usize,
-    /// Rows to note for log-probabilities, and the first note among all of the step.
+    /// The rows to note for log-probabilities.
     pub wanted: Vec<[u32; Wanted::WORDS]>,
     pub notes: List,
+    /// The number of the first note, counted over the step.
     pub first_note: usize,
 }
 
 /// The choices of a sequence whose answer has a form.
 pub struct Masked {
     pub slot: Slot,
-    /// Rows of the logits: of the newest token, and of its drafts.
+    /// The rows of its logits: for the newest token, and for each draft.
     pub rows: Vec<u32>,
     pub drafts: Vec<u32>,
 }
 
-/// A step's lists that are not a pass's.
+/// The lists of a step that do not belong to a pass.
 pub struct Changes {
-    /// Pages to unpack, before all else, and to pack, behind all else.
+    /// Pages to unpack, before anything else is done.
     pub unpack: List,
+    /// Pages to pack, after the moves and before the passes.
     pub pack: List,
-    /// Pages, and whether they are packed then.
+    /// Pages, each with the flag whether it is then packed.
     pub packed: List,
     pub moves: [(Way, List); 3],
     pub tables: List,
@@ -66,19 +70,20 @@ pub struct Changes {
 }
 
 impl GpuBatch {
-    /// Whether the token of a row is one that the step under way chooses. (Drafts come when none is.)
+    /// Whether the token of a row is one that the step under way chooses. (Only if a step is under way; there are no
+    /// drafts then.)
     pub(super) fn is_unknown(&self, slot: Slot, position: usize) -> bool {
         !self.under_way.is_empty() && position >= self.slots[slot as usize].history.len()
     }
 
-    /// The rows of each work, its drafts included.
+    /// The rows of a work, its drafts included.
     pub(super) fn rows_of(&self, work: &Work, drafts: &[u32]) -> SequenceRows {
         let running = &self.slots[work.slot as usize];
         let (start, count) = (work.start as usize, work.rows as usize);
         let known = start + count - usize::from(self.is_unknown(work.slot, start + count - 1));
         let mut tokens = Vec::with_capacity(count + drafts.len());
         tokens.extend_from_slice(&running.history[start..known]);
-        // In place of the unknown one.
+        // A placeholder for the unknown token.
         tokens.resize(count, 0);
         tokens.extend_from_slice(drafts);
         SequenceRows {
@@ -90,8 +95,8 @@ impl GpuBatch {
         }
     }
 
-    /// Lists everything that changes beside the rows, which run in these passes. Uses that there is no room for go
-    /// ahead.
+    /// Lists all changes of a step besides its rows, which run in these passes. If there are too many changes of uses,
+    /// the first of them are sent and enqueued at once.
     pub(super) fn list_changes(&mut self, plan: &Plan, passes: &[RowPass]) -> Result<Changes, Error> {
         let penalised = |slot: &Slot| self.slots[*slot as usize].is_penalised();
         let mut cleared: Vec<Slot> = plan.started.iter().map(|started| started.slot).filter(penalised).collect();
@@ -111,7 +116,7 @@ impl GpuBatch {
             (Way::In, self.upload.push(back)),
         ];
         let stride = self.limits.context.div_ceil(PAGE_TOKENS) as u32;
-        // The last word counts.
+        // If an entry changes twice, the last change counts.
         let tables: HashMap<u32, u32> = plan.tables.iter().map(|t| (t.slot * stride + t.index, t.page)).collect();
         let tables = self.upload.push(tables.into_iter().flat_map(|(place, page)| [place, page]));
         let Orders { unpack, pack, changed } =
@@ -127,7 +132,7 @@ impl GpuBatch {
         })
     }
 
-    /// The choices of a pass that need masks, and whether one of these cannot be made yet.
+    /// The choices of a pass that need masks, and whether the mask of one of them cannot be made yet.
     fn masked(&self, pass: &RowPass) -> (Vec<Masked>, bool) {
         let (mut masked, mut waits) = (Vec::new(), false);
         let mut choices = (0..).zip(&pass.chosen).peekable();
@@ -147,12 +152,11 @@ impl GpuBatch {
         (masked, waits)
     }
 
-    /// Lists a pass; its choices come after `first` others, and its notes after `first_note`.
+    /// Lists a pass. `first` is the number of its first choice, and `first_note` that of its first note.
     pub(super) fn list_pass(&mut self, pass: RowPass, first: usize, first_note: usize) -> Ready {
         let choice = |(i, chosen): (usize, &passes::Chosen)| {
             let (row, slot) = (chosen.row, pass.slots[chosen.row]);
-            // The rows of a prompt's pass that are picked become the first ones of the logits, and none of them is a
-            // draft.
+            // In a pass over prompts, the picked rows become the first rows of the logits, and there are no drafts.
             let choice = Choice {
                 row: if pass.prompt { i as u32 } else { row as u32 },
                 drafts: if pass.prompt { i as u32 + 1 } else { chosen.drafts as u32 },

@@ -1,4 +1,4 @@
-//! A batch on a device as it is loaded, with whatever drafts for it.
+//! Loads a batch on a device, with a model or head that drafts for it if there is one.
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use model::Checkpoint;
@@ -19,13 +19,15 @@ use crate::tuning::DRAFT_LAYER_BYTES;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
-/// A draft model's cache takes at most one part in so many of the memory that the weights leave, or holds one sequence.
+/// A draft model's cache takes at most one part in this many of the memory that the weights leave, but holds at least
+/// one sequence.
 const DRAFTER_SHARE: u64 = 8;
 
-/// What a context longer than the shortest takes beside the cache is at most one part in so many of the free memory.
+/// A context longer than the shortest is taken only if what it needs beside the cache is at most one part in this many
+/// of the free memory.
 const CONTEXT_SHARE: u64 = 32;
 
-/// The least that a draft model or a head with its batch takes.
+/// The least memory that a draft model or a head takes, with its batch.
 #[derive(Clone, Copy)]
 struct LeastDrafter {
     weights: u64,
@@ -33,7 +35,7 @@ struct LeastDrafter {
 }
 
 impl LeastDrafter {
-    /// In a batch of sequences of up to `context` tokens.
+    /// For a batch with sequences of up to `context` tokens.
     fn of(draft: &DraftCheckpoint, device: &Device, context: usize, options: &BatchOptions) -> Result<Self, Error> {
         let of_draft = |error| Error::DraftModel(Box::new(error));
         draft.check_shapes().map_err(of_draft)?;
@@ -58,7 +60,7 @@ impl LeastDrafter {
         self.weights + self.working
     }
 
-    /// Checks that it fits into the bytes that the model leaves, if it is known how many these are.
+    /// Checks that it fits in the `left` bytes that the model leaves, if these are known.
     fn fits(self, device: &Device, context: usize, left: Option<u64>) -> Result<(), Error> {
         let Self { weights, working: cache } = self;
         match left {
@@ -71,15 +73,15 @@ impl LeastDrafter {
 }
 
 impl GpuBatch {
-    /// Uploads `checkpoint` to `device`, for sequences of up to so many tokens: of `contexts`, the longest first, the
-    /// first that there is memory for, and that takes little of it beside the cache. What `options` leave open is as
-    /// much as there is memory for. With a model that drafts for it, if there is one.
+    /// Uploads `checkpoint` to `device`, with the model or head that drafts for it, if there is one. `contexts` are the
+    /// possible contexts, the longest first. The first is taken that there is memory for and that takes little of it
+    /// beside the cache. Sizes that `options` leave open become as large as memory allows.
     ///
     /// # Errors
     /// As [`Gpu::with_draft_model`](crate::Gpu::with_draft_model); a cache larger than the memory.
     ///
     /// # Panics
-    /// If there is no context: a bug of the caller.
+    /// If `contexts` is empty: a bug of the caller.
     pub fn load(
         checkpoint: &Checkpoint,
         draft: Option<&DraftCheckpoint>,
@@ -91,7 +93,7 @@ impl GpuBatch {
         let config = &checkpoint.config;
         Forward::check(config)?;
         let shortest = *contexts.last().expect("a context");
-        // Said before anything is loaded.
+        // Checks that everything fits, before anything is loaded. Returns the pages of the cache.
         let fits_with = |context: usize, kept: Option<Kept>| {
             let sizes = BatchSizes::new(device, context, &options);
             let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
@@ -100,7 +102,7 @@ impl GpuBatch {
             let least = Footprint { working: least.working + SPARE, ..least };
             let left = least.left_on(device, context)?;
             beside.map_or(Ok(()), |beside: LeastDrafter| beside.fits(device, context, left))?;
-            // A drafter may take more than the least, which a longer context is not to be in the way of.
+            // A drafter may take more than the least. A longer context must leave room for that.
             let free = device.free_memory()?.filter(|_| draft.is_some() && context > shortest);
             let of_drafter = beside.map_or(0, LeastDrafter::bytes) + free.map_or(0, |free| free / DRAFTER_SHARE);
             let coming = least.weights + of_drafter + Self::decode_bytes(device);
@@ -108,13 +110,13 @@ impl GpuBatch {
             let pages = sizes.pages(config, device, &options, in_e4m3, coming)?;
             let tier = sizes.host_pages(config, &options, pages)?;
             if device.is_emulator() {
-                // It keeps note of what was written, 2 bytes for 16.
+                // The emulator also tracks which memory was written, with 2 bytes for 16.
                 let page = KvCache::page_bytes(config) * 9 / 8;
                 check_memory(page, pages + tier, least.working + coming)?;
             }
             Ok(pages)
         };
-        // A longer context is no reason for another form.
+        // The format of the weights is chosen for the shortest context: a longer one is no reason for another format.
         let sizes = BatchSizes::new(device, shortest, &options);
         let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| fits_with(shortest, kept))?;
         let working = |context| {
@@ -145,14 +147,15 @@ impl GpuBatch {
                 let sequences = options.of_drafter(None).sequences.unwrap_or(1) as usize;
                 let share = device.free_memory()?.map(|free| free / DRAFTER_SHARE);
                 let pages = HeadBatch::pages(&head, context, sequences, share);
-                // The cache of the model takes what is left, but for what the head needs, which comes after it.
+                // The model's cache takes all memory that is left, so what the head needs afterwards is held back
+                // meanwhile.
                 let needed = head.batch_bytes(context, sequences, pages)
                     + Forward::states_bytes(sequences * WINDOW, config.plan.hidden);
                 let kept_free = device.free_memory()?.map(|_| device.zeroed::<u8>(needed as usize)).transpose()?;
                 let mut batch = with_model(weights)?;
                 drop(kept_free);
                 batch.forward.keep_states_of(head.taps, [sequences, WINDOW])?;
-                // Steps of more rows leave no hidden states.
+                // Steps with more rows leave no hidden states.
                 batch.limits.draft_rows = batch.limits.draft_rows.min(MAX_DECODE_ROWS);
                 let head = HeadBatch::new(head, &batch.forward, [context, sequences, pages]).map_err(of_draft)?;
                 (batch, Box::new(head))
@@ -162,8 +165,8 @@ impl GpuBatch {
         Ok(batch)
     }
 
-    /// What is kept of a checkpoint: the quickest for steps of so many sequences. `fits` tells how many pages the cache
-    /// then has.
+    /// The format in which the checkpoint's matrices are kept: the quickest for steps of these sizes. `fits` returns
+    /// how many pages the cache has with a format.
     fn kept(
         checkpoint: &Checkpoint,
         device: &Device,
@@ -173,19 +176,20 @@ impl GpuBatch {
         if let Some(coded) = Kept::coded(checkpoint, device)? {
             return Ok(Some(if fits(Some(coded)).is_ok() { coded } else { coded.alone() }));
         }
-        // Packed weights are quicker where there are few rows.
+        // Packed weights are quicker only for few rows.
         let are_wanted = sizes.are_few() || device.options().lossless == Some(true);
         if !are_wanted && fits(None).is_ok() {
             return Ok(None);
         }
         let Some(packed) = Kept::packed(checkpoint, device)? else { return Ok(None) };
-        // Prompts are quicker with plain weights beside, if the cache needs no more than both leave.
+        // Prompts are quicker with bf16 weights beside the packed ones, which are kept if both leave enough for the
+        // cache.
         let is_beside =
             packed.plain && are_wanted && fits(Some(packed)).is_ok_and(|pages| sizes.are_enough(pages, options));
         Ok(Some(if is_beside { packed } else { packed.alone() }))
     }
 
-    /// Uploads a model that drafts, as a batch of its own.
+    /// Uploads a draft model as a batch of its own.
     fn load_drafter(
         draft: &Checkpoint,
         device: &Device,

@@ -1,8 +1,9 @@
-//! Masks of sequences whose answers have a form: made on other threads, so that nobody else waits for them.
+//! Masks for sequences whose answers have a form. Other threads make them, so that sequences without a form do not
+//! wait.
 //!
-//! A pass is under way on the device while its masks are made. Those that are not there when it has ended are left to
-//! go on: their choices are put off, the row that they follow runs again in the next step, and the others' choices are
-//! enqueued. Only a step in which every sequence has a form waits for all of its masks.
+//! The masks of a pass are made while the pass runs. If a mask is not ready when the pass has ended, that sequence's
+//! choice is put off: its row runs again in the next step, while the mask is still being made. The choices of the other
+//! sequences are enqueued. Only a step in which every sequence has a form waits for all of its masks.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -18,23 +19,23 @@ use crate::batch::plan::Slot;
 use crate::device::{Device, Marker};
 use crate::masks::Entry;
 
-/// How often it is looked whether a pass has ended.
+/// The interval at which the end of a pass is checked.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// Masks that are being made or were made, for the newest token of each slot.
+/// For each slot, the masks for its newest token, made or in the making.
 pub struct MaskJobs {
     slots: Vec<Option<MaskJob>>,
     /// Words of a mask.
     words: usize,
-    /// How long to wait beyond a pass, if that is limited.
+    /// How long to wait after a pass has ended. None: until the masks are ready.
     wait: Option<Duration>,
-    /// Behind the pass whose masks are waited for.
+    /// Set behind the pass whose masks are waited for.
     passed: Marker,
-    /// Hears of each job that is done.
+    /// Gets a message for each job that is done.
     done: (Sender<()>, Receiver<()>),
 }
 
-/// Masks of a sequence: for the choice after its newest token, and after each of these drafts.
+/// The masks of a sequence: for the choice after its newest token, and for that after each of these drafts.
 struct MaskJob {
     drafts: Vec<u32>,
     /// `[1 + drafts, words]`.
@@ -42,7 +43,7 @@ struct MaskJob {
 }
 
 impl MaskJobs {
-    /// None yet, for so many slots, with [`BatchOptions::mask_wait`](crate::batch::BatchOptions::mask_wait).
+    /// No masks yet, for `slots` slots. `wait` is [`BatchOptions::mask_wait`](crate::batch::BatchOptions::mask_wait).
     ///
     /// # Errors
     /// A driver error.
@@ -56,12 +57,12 @@ impl MaskJobs {
         })
     }
 
-    /// The slot's newest token is another one now.
+    /// Drops the slot's masks, because its newest token has changed.
     pub fn forget(&mut self, slot: Slot) {
         self.slots[slot as usize] = None;
     }
 
-    /// Begins to make masks along `drafts`, unless these are being made or are there.
+    /// Begins to make the masks along `drafts`, unless they are made already or in the making.
     fn begin(&mut self, slot: Slot, form: &Arc<Mutex<Matcher>>, drafts: &[u32]) {
         let job = &mut self.slots[slot as usize];
         if job.as_ref().is_some_and(|job| job.drafts.starts_with(drafts)) {
@@ -75,30 +76,30 @@ impl MaskJobs {
             let mut matcher = form.lock().unwrap_or_else(PoisonError::into_inner);
             matcher.masks_along(&drafts, masks.chunks_exact_mut(words));
             drop(matcher);
-            // Nobody else sets it, and the listener may be gone.
+            // Only this thread sets `made`. The receiver may be gone, which does not matter.
             let _ = made.set(masks);
             let _ = done.send(());
         });
     }
 
-    /// Whether masks of the slot are being made: then its matcher is taken.
+    /// Whether masks of the slot are in the making. The matcher is in use then.
     pub fn are_pending(&self, slot: Slot) -> bool {
         self.slots[slot as usize].as_ref().is_some_and(|job| job.made.get().is_none())
     }
 
-    /// The masks of the slot, if they are there.
+    /// The masks of the slot, if they are ready.
     fn get(&self, slot: Slot) -> Option<&[u32]> {
         self.slots[slot as usize].as_ref()?.made.get().map(Vec::as_slice)
     }
 
-    /// How long a step waits for what is made for sequences with a form, beyond what it waits for anyway. None: until
-    /// that is there, since there is nobody to whom it matters.
+    /// How long a step waits after a pass for masks and proposals of sequences with a form. None: until they are ready,
+    /// which is so if no sequence without a form would be delayed.
     pub fn patience(&self, only_forms: bool) -> Option<Duration> {
         self.wait.filter(|_| !only_forms)
     }
 
-    /// Waits for the masks of a pass, which is enqueued; no longer than it takes, unless there is nobody to whom that
-    /// matters.
+    /// Waits for the masks of the pass that was enqueued last, but no longer than [`patience`](Self::patience) allows
+    /// after the end of that pass.
     fn wait_for(&self, masked: &[Masked], only_forms: bool) -> Result<(), Error> {
         self.passed.set()?;
         let mut over: Option<Instant> = None;
@@ -109,7 +110,7 @@ impl MaskJobs {
             {
                 break;
             }
-            // Woken by whichever is done first; one may have been done long ago.
+            // Any job's message ends this wait, also an old one, so the condition is checked again.
             let _ = self.done.1.recv_timeout(LOOK);
         }
         Ok(())
@@ -117,7 +118,7 @@ impl MaskJobs {
 }
 
 impl GpuBatch {
-    /// Begins to make the masks of a pass, whose tokens are known.
+    /// Begins to make the masks of a pass whose tokens are known.
     pub(super) fn begin_masks(&mut self, ready: &Ready) {
         for one in &ready.masked {
             if let Some(form) = &self.slots[one.slot as usize].form {
@@ -126,8 +127,9 @@ impl GpuBatch {
         }
     }
 
-    /// Enqueues that the masks of a pass, which is enqueued, are applied to its logits. Choices whose masks are not
-    /// made in time are put off, unless in this step `only_forms` have rows.
+    /// Enqueues the application of the masks to the logits of a pass that is enqueued. Choices whose masks are not
+    /// ready in time are put off, unless `only_forms`: then all sequences of the step have a form, and it waits for all
+    /// masks.
     pub(super) fn enqueue_masks(&mut self, ready: &Ready, only_forms: bool) -> Result<(), Error> {
         if ready.masked.is_empty() {
             return Ok(());
@@ -147,7 +149,7 @@ impl GpuBatch {
                 entry.of_row(**row, vocab).copy_from_slice(mask);
             });
         };
-        // SAFETY: there are logits of all rows with a choice, each of which has one.
+        // SAFETY: there are logits for all rows with a choice, and each such row has one mask.
         unsafe { self.masks.enqueue(self.forward.logits().ptr_mut(), made.len(), fill) }
     }
 }

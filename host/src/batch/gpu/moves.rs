@@ -1,5 +1,5 @@
-//! Pages on the move: to the host tier, from it, and within the device. A page is a list of records, gathered by
-//! `gpu_kernels::token_copy`.
+//! Moves of pages: to the host tier, from it, and within the device. A page is moved as a list of records, by the
+//! gather of `gpu_kernels::token_copy`.
 
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
@@ -12,35 +12,35 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::device::{Buffer, Device, Pinned};
 
-/// Pages that are listed and copied at a time.
+/// Pages whose records are listed and copied at a time.
 const AT_ONCE: usize = 64;
 
-/// The host tier, and the way to it and back.
+/// The host tier, and the moves from and to it.
 pub struct Mover {
     device: Device,
     tier: HostTier,
-    /// Pages that it is to have.
+    /// Pages that the tier has, once it is there.
     tier_pages: usize,
     src: Buffer<i32>,
     dst: Buffer<i32>,
     layers: u32,
-    /// Of a page in one layer.
+    /// Records of a page in one layer.
     records: u32,
 }
 
-/// The memory of the host tier, `[pages, layers, page]`. To pin it takes the driver seconds, in which it does little
-/// else, so it is pinned when it may be wanted.
+/// The memory of the host tier, `[pages, layers, page]`. Pinning it takes the driver seconds, in which it does little
+/// else. So it is pinned only when it may be needed.
 enum HostTier {
-    /// Nobody has wanted any.
+    /// The tier was not needed so far.
     Unwanted,
-    /// Another thread brings it.
+    /// Another thread is pinning it.
     Coming(Receiver<Result<Pinned<u8>, Error>>),
     There(Pinned<u8>),
-    /// It could not be had.
+    /// It could not be pinned.
     Missing,
 }
 
-/// From where to where.
+/// The direction of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// From the device to the host.
@@ -52,10 +52,11 @@ pub enum Way {
 }
 
 impl Mover {
-    /// For the pages of `cache`, with a tier of `host_pages`, which is there at once or when it may be wanted.
+    /// A mover for the pages of `cache`. The host tier has `host_pages` pages. If `is_there`, it is pinned at once,
+    /// otherwise when it may be needed.
     ///
     /// # Errors
-    /// Not enough memory that can be pinned, if it is to be there; a driver error.
+    /// Not enough memory that can be pinned, if the tier is pinned at once; a driver error.
     pub fn new(device: &Device, cache: &KvCache, host_pages: usize, is_there: bool) -> Result<Self, Error> {
         let page_bytes = cache.layer_len() / cache.pages().max(1) * size_of::<bf16>();
         let records = page_bytes / PAGE_RECORD_BYTES as usize;
@@ -72,13 +73,14 @@ impl Mover {
         })
     }
 
-    /// Pages of the host tier that are there by now, none or all; if they `are_wanted`, they come.
+    /// Pages of the host tier that can be used: none or all. If they `are_wanted` and there are none, begins to pin
+    /// them.
     pub fn host_pages(&mut self, are_wanted: bool) -> usize {
         match &self.tier {
             HostTier::Unwanted if are_wanted => {
                 let (send, coming) = channel();
                 let (device, bytes) = (self.device.clone(), self.tier_pages * self.page_bytes() as usize);
-                // Nobody waits for it: the job may end before.
+                // Nobody waits for this thread: the job may end before it does.
                 std::thread::spawn(move || drop(send.send(device.pinned(bytes))));
                 self.tier = HostTier::Coming(coming);
             }
@@ -101,10 +103,10 @@ impl Mover {
         u64::from(self.layers * self.records) * u64::from(PAGE_RECORD_BYTES)
     }
 
-    /// Enqueues moves of `count` pages: `[count, 2]` where from and where to.
+    /// Enqueues moves of `count` pages. `moves` is `[count, 2]`: the page to move, and its new place.
     ///
     /// # Safety
-    /// When it runs, there is such a list; it lives until the device is done.
+    /// When it runs, there is such a list. The list lives until the device is done.
     ///
     /// # Errors
     /// A refused launch.
@@ -123,7 +125,7 @@ impl Mover {
             Way::In => (host_region, device_region),
         };
         let all = |pages: usize| (pages * (layers * records) as usize) as u64;
-        // The bus is no faster with more.
+        // More SMs would not make transfers over the bus faster.
         let most = if way == Way::Within {
             u32::MAX
         } else {
@@ -160,8 +162,8 @@ impl Mover {
                 },
             };
             let blocks = kernels::blocks(pairs, kernels::THREADS, most);
-            // SAFETY: the lists have room for so many pages; both regions are as large as said, and what a pair names
-            // outside is not copied. No page is a source and a target.
+            // SAFETY: the lists have room for so many pages. Both regions are as large as said, and records outside of
+            // them are not copied. No page is a source and a target.
             unsafe {
                 self.device.launch::<batch::list_records>(batch::blocks(pairs as usize), 0, list)?;
                 self.device.launch::<kernels::token_copy_4096_i32>(blocks, 0, copy)?;
@@ -183,14 +185,14 @@ mod tests {
         pages_arrive(false);
     }
 
-    /// With a tier that is there, or comes when it is wanted.
+    /// `is_there`: whether the tier is pinned at once, or when it is needed.
     fn pages_arrive(is_there: bool) {
         let shape = Config::published("0.6B").unwrap();
         let mut config = Config { num_hidden_layers: 3, ..shape };
         config.plan.attention.key_value_heads = 2;
         let device = Device::emulator(1);
         let mut cache = KvCache::new(&device, &config, 70).unwrap();
-        // Finite: what is no number equals nothing.
+        // Finite values, because NaN does not equal itself.
         let noise = |i: usize| bf16::from_bits(model::sampling::random(1, i as u64) as u16 & 0xbfff);
         cache.fill(&(0..cache.elements().len()).map(noise).collect::<Vec<_>>()).unwrap();
         let mut mover = Mover::new(&device, &cache, 68, is_there).unwrap();
@@ -203,7 +205,7 @@ mod tests {
         assert_eq!(mover.page_bytes(), KvCache::page_bytes(&config) as u64);
 
         let len = KvCache::page_len(&config);
-        // Pages by layer: what is where.
+        // Each page's contents, by layer.
         let read = || {
             let mut all = vec![bf16::ZERO; cache.elements().len()];
             cache.elements().read(0, &mut all).unwrap();
@@ -216,7 +218,7 @@ mod tests {
             unsafe { mover.enqueue(&cache, way, list.ptr(), moves.len()).unwrap() };
         };
         let before = read();
-        // More than are moved at a time.
+        // More pages than are moved at a time.
         go(Way::Out, &(0..67).map(|p| [p, 67 - p]).collect::<Vec<_>>());
         go(Way::Within, &[[69, 0], [68, 5]]);
         go(Way::In, &[[67, 1], [3, 2], [60, 69]]);

@@ -1,4 +1,4 @@
-//! Log-probabilities of a step's choices: what the device notes of their rows (`gpu_kernels::logprobs`).
+//! The log-probabilities of a step's choices, from what the device notes of their rows (`gpu_kernels::logprobs`).
 
 use cuda_std::{Global, GlobalMut};
 use gpu_kernels::logprobs::{self, Note, NoteLogits, Wanted};
@@ -9,7 +9,7 @@ use crate::batch::Logprobs;
 use crate::device::{Buffer, Device, Mapped};
 use crate::sampler::Sampler;
 
-/// The notes of a step.
+/// The notes of the steps under way.
 pub struct Notes {
     device: Device,
     /// `[choices, Note::WORDS]`.
@@ -17,21 +17,21 @@ pub struct Notes {
     vocab: usize,
 }
 
-/// Rows whose notes are taken together.
+/// Rows that are noted in one launch.
 #[derive(Clone, Copy)]
 pub struct Group {
-    /// `[noted, Wanted::WORDS]`.
+    /// `[noted, Wanted::WORDS]` the rows.
     pub wanted: Global<u32>,
-    /// What their choices are numbers in.
+    /// The chosen tokens. The rows' choices are indices into these.
     pub sampled: GlobalMut<u32>,
-    /// Which notes they become.
+    /// The number of the first note.
     pub first: usize,
-    /// Rows.
+    /// Number of rows.
     pub noted: usize,
 }
 
 impl Notes {
-    /// For steps of up to `choices` choices.
+    /// Room for `choices` notes.
     ///
     /// # Errors
     /// Too little memory.
@@ -52,7 +52,7 @@ impl Notes {
         }
     }
 
-    /// Enqueues the notes of rows of `logits`.
+    /// Enqueues the noting of rows of `logits`.
     ///
     /// # Safety
     /// When it runs, the group's lists are what [`Group`] says, of rows of `logits`, and there is room for its notes.
@@ -67,7 +67,7 @@ impl Notes {
         unsafe { sampler.enqueue_notes(self.params(logits, group)) }
     }
 
-    /// Enqueues what the choices after these rows add, once they are made.
+    /// Enqueues the noting of the chosen tokens of these rows. The choices must be enqueued before.
     ///
     /// # Safety
     /// As for [`enqueue`](Self::enqueue).
@@ -78,11 +78,11 @@ impl Notes {
         if group.noted == 0 {
             return Ok(());
         }
-        // SAFETY: as above.
+        // SAFETY: as in `enqueue`.
         unsafe { self.device.launch::<logprobs::note_chosen>(1, 0, self.params(logits, group)) }
     }
 
-    /// A note, once the device is done, with the `top` likeliest tokens.
+    /// Reads a note with the `top` likeliest tokens. The device must be done with it.
     pub fn read(&self, note: usize, top: u32) -> Logprobs {
         let word = |i: usize| self.notes.load(note * Note::WORDS + i);
         let logit = |i: usize| f32::from_bits(word(i));
@@ -93,7 +93,7 @@ impl Notes {
     }
 }
 
-/// An entry of a list of rows to note: `top` likeliest tokens of `row`, and the choice `choice`.
+/// An entry of the list of rows to note: notes the `top` likeliest tokens of `row`, and the token of choice `choice`.
 pub fn wanted(row: usize, top: u32, choice: usize) -> [u32; Wanted::WORDS] {
     let mut entry = [0; Wanted::WORDS];
     entry[Wanted::ROW] = row as u32;

@@ -1,9 +1,9 @@
-//! Which pages are [packed](gpu_kernels::packed): the full ones of sequences that generate, of which passes over many
-//! sequences then read fewer bytes.
+//! Tracks which pages are [packed](gpu_kernels::packed). The full pages of generating sequences are packed, so that
+//! passes over many sequences read fewer bytes.
 //!
-//! All others that read pages want them as they were: passes over prompts, the step for one sequence, and moves. So a
-//! page is unpacked before one of these meets it. One that a prompt shares stays unpacked from then on: prompts like it
-//! may come, and what several sequences read is in the cache.
+//! Everything else that reads pages needs them plain: passes over prompts, the decode kernel, and moves. So a page is
+//! unpacked before one of these reads it. A page that a prompt's pass reads stays plain from then on, since more such
+//! prompts may come, and pages that several sequences read are in the L2 cache anyway.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,54 +12,56 @@ use crate::batch::PAGE_TOKENS;
 use crate::batch::plan::{Page, Plan, Slot, TableEntry};
 use crate::forward;
 
-/// Pages are packed once there is one for so many sequences of a step: a launch is worth it.
+/// Packing waits until a step has one page to pack for this many of its sequences. Then a launch is worth it.
 const SEQUENCES: usize = 8;
 
-/// How a page is.
+/// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// As it was written.
+    /// Not packed.
     Plain,
     /// Packed.
     Packed,
-    /// As it was written, and to stay so.
+    /// Not packed, and not to be packed.
     KeptPlain,
 }
 
-/// What is known of all pages, and of the slots' page tables.
+/// The state of all pages, and the page tables of the slots.
 pub struct Packing {
     pages: Vec<State>,
     tables: Vec<Vec<Page>>,
     /// As [`BatchOptions::packed_pages`](crate::batch::BatchOptions::packed_pages).
     least: usize,
-    /// Of each slot, how many pages from the first on are not plain: fewer, perhaps, where others share them.
+    /// For each slot, how many pages from the first on need not be looked at, because none of them is `Plain`. This is
+    /// a lower bound if others share these pages.
     settled: Vec<usize>,
 }
 
-/// What a step does about it.
+/// The changes that a step makes.
 #[derive(Debug, Default)]
 pub struct Orders {
     /// Pages to unpack before all else.
     pub unpack: Vec<Page>,
     /// Pages to pack before the passes.
     pub pack: Vec<Page>,
-    /// Whether pages are packed then, as far as that has changed.
+    /// The pages whose state changes, and whether each is packed then.
     pub changed: HashMap<Page, bool>,
 }
 
 impl Packing {
-    /// Of so many pages, and sequences at once, for steps that read at least so many full pages.
+    /// For `pages` pages, all of them plain, and `sequences` slots. Pages are packed in steps that read at least
+    /// `least` full pages.
     pub fn new(pages: usize, sequences: usize, least: usize) -> Self {
         let (pages, tables) = (vec![State::Plain; pages], vec![Vec::new(); sequences]);
         Self { pages, tables, least, settled: vec![0; sequences] }
     }
 
-    /// The same, with all pages as they were written.
+    /// The same with all pages plain again.
     pub fn afresh(self) -> Self {
         Self::new(self.pages.len(), self.tables.len(), self.least)
     }
 
-    /// Takes a plan in, which is run in these passes.
+    /// Takes note of a plan that is run in these passes, and returns what to pack and unpack.
     pub fn order(&mut self, plan: &Plan, passes: &[RowPass]) -> Orders {
         let mut orders = Orders::default();
         for entry in &plan.tables {
@@ -79,7 +81,8 @@ impl Packing {
                 *rows.entry(self.tables[slot as usize][position as usize / PAGE_TOKENS]).or_default() += 1;
             }
             for (page, rows) in rows {
-                // Behind what is written there stays what is finite: some kernels read it, with weights of zero.
+                // The rest of a page that is written in part must be finite, since some kernels read it with weights of
+                // zero. So it is unpacked.
                 if rows < PAGE_TOKENS {
                     self.unpack(page, State::Plain, &mut orders);
                 }
@@ -127,13 +130,13 @@ impl Packing {
         orders
     }
 
-    /// The full pages of a slot, whose next row has this position, of which it is not known that they are not plain.
+    /// The full pages of a slot whose next row has this position, without those that are known not to be `Plain`.
     fn full(&self, slot: Slot, position: u32) -> impl Iterator<Item = Page> {
         let full = position as usize / PAGE_TOKENS;
         self.tables[slot as usize][..full].iter().copied().skip(self.settled[slot as usize])
     }
 
-    /// An entry of a page table changes.
+    /// Takes note of a changed entry of a page table.
     fn put(&mut self, &TableEntry { slot, index, page }: &TableEntry) {
         let (table, settled, index) =
             (&mut self.tables[slot as usize], &mut self.settled[slot as usize], index as usize);
@@ -142,7 +145,7 @@ impl Packing {
         *settled = index.min(*settled);
     }
 
-    /// A page is wanted as it was.
+    /// Unpacks a page that is needed plain. `then` is its state afterwards.
     fn unpack(&mut self, page: Page, then: State, orders: &mut Orders) {
         let state = &mut self.pages[page as usize];
         if *state == State::Packed {
@@ -152,7 +155,7 @@ impl Packing {
         }
     }
 
-    /// A page is written anew.
+    /// Takes note that a page is overwritten as a whole, so that it is plain without being unpacked.
     fn renew(&mut self, page: Page, orders: &mut Orders) {
         let state = &mut self.pages[page as usize];
         if *state == State::Packed {
@@ -162,7 +165,7 @@ impl Packing {
     }
 }
 
-/// Whether a pass is for the kernel that reads packed pages.
+/// Whether a pass is run by the kernel that reads packed pages.
 fn reads_packed(pass: &RowPass) -> bool {
     !(pass.prompt || forward::is_for_few(pass.len() as u32))
 }
@@ -177,7 +180,7 @@ mod tests {
     const SLOTS: u32 = 5;
     const PAGES: u32 = 24;
 
-    /// What a device would have done: how each page is, and what its owner believes.
+    /// A model of the device: which pages are packed, and which the flags say are packed.
     #[derive(Default)]
     struct Model {
         packed: BTreeSet<Page>,
@@ -199,7 +202,7 @@ mod tests {
             for pass in passes {
                 let written: Vec<Page> = pass.slots.iter().zip(&pass.positions).map(page_of).collect();
                 for page in &written {
-                    // All of it.
+                    // All of the page is overwritten.
                     if written.iter().filter(|other| *other == page).count() == PAGE_TOKENS {
                         self.packed.remove(page);
                     }
@@ -233,8 +236,8 @@ mod tests {
         pass
     }
 
-    /// Random plans, with sequences that come, share pages, leave and are moved: nobody meets a packed page who cannot
-    /// read it.
+    /// Random plans, with sequences that start, share pages, end and are moved. No kernel that cannot read packed pages
+    /// meets one.
     #[test]
     fn whoever_cannot_read_a_packed_page_meets_none() {
         let mut packs = 0;
@@ -247,7 +250,7 @@ mod tests {
             let mut packing = Packing::new(PAGES as usize, SLOTS as usize, random(6) as usize);
             let mut model = Model::default();
             let mut tables: Vec<Vec<Page>> = vec![Vec::new(); SLOTS as usize];
-            // The next position of each slot, and where its prompt ends.
+            // For each slot, the next position and the end of its prompt.
             let mut at: Vec<Option<(u32, u32)>> = vec![None; SLOTS as usize];
             for _ in 0..60 {
                 let mut plan = Plan::default();
@@ -261,7 +264,7 @@ mod tests {
                     }
                     let entry = |(index, &page): (usize, &Page)| TableEntry { slot, index: index as u32, page };
                     if at[own].is_none() {
-                        // It begins like another one, by full pages, or comes back from the host, or anew.
+                        // It shares full pages of another sequence, or comes back from the host, or starts without any.
                         let other = random(SLOTS) as usize;
                         let shared = match at[other] {
                             Some((position, _)) if other != own => position as usize / PAGE_TOKENS,

@@ -1,8 +1,8 @@
-//! A step's rows, cut into passes: which rows run together, in which tiles of attention, and after which of them a
+//! Cuts the rows of a step into passes: which rows run together, in which tiles of attention, and after which rows a
 //! token is chosen.
 //!
-//! Rows of prompts and rows of what was generated go different ways where the device has two
-//! (docs/reference/architecture.md); prompts first, since a sequence may have both in one step. Any cut gives the same
+//! If the device has separate passes for prompts (docs/reference/architecture.md), rows of prompts and generated rows
+//! are cut apart. Passes over prompts come first, since a sequence may have both in one step. Every cut gives the same
 //! bits.
 
 use std::ops::Range;
@@ -13,69 +13,69 @@ use crate::batch::plan::Slot;
 use crate::forward::RowsOf;
 use crate::prefill::Results;
 
-/// A sequence's rows of a step.
+/// The rows of a sequence in a step.
 #[derive(Clone, Debug)]
 pub struct SequenceRows {
-    /// Whose.
+    /// The slot of the sequence.
     pub slot: Slot,
-    /// Position of the first.
+    /// Position of the first row.
     pub start: usize,
     /// Known tokens, then drafts.
     pub tokens: Vec<u32>,
-    /// Rows from which on a token is chosen after each; none: as many as there are.
+    /// A token is chosen after each row from this one on. The number of rows, if none is chosen.
     pub chosen_from: usize,
-    /// Positions below this are a prompt's, to be run as such: 0 where there is no difference.
+    /// Positions below this are the prompt's and run in passes over prompts. 0 if there are no such passes.
     pub prompt: usize,
 }
 
-/// What passes have room for.
+/// The sizes of passes.
 #[derive(Clone, Copy, Debug)]
 pub struct Widths {
-    /// Rows of prompts in a pass for them.
+    /// Most rows of a pass over prompts.
     pub prompt: usize,
-    /// Rows of another pass.
+    /// Most rows of any other pass.
     pub decode: usize,
-    /// Rows of a tile of attention in such a pass.
+    /// Most rows of a tile of attention in such other pass.
     pub tile: usize,
 }
 
-/// Rows that run together.
+/// The rows of a pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RowPass {
-    /// Whether they are run as rows of a prompt.
+    /// Whether this is a pass over prompts.
     pub prompt: bool,
-    /// Their tokens.
+    /// The rows' tokens.
     pub tokens: Vec<u32>,
-    /// Their positions.
+    /// The rows' positions.
     pub positions: Vec<u32>,
-    /// Their slots.
+    /// The rows' slots.
     pub slots: Vec<u32>,
-    /// Tiles of attention, as the pass's kernel has them.
+    /// Tiles of attention, in the form that the pass's kernel takes.
     pub tiles: Vec<Vec<u32>>,
     /// Rows after which a token is chosen.
     pub chosen: Vec<Chosen>,
-    /// Of a prompt's pass: where the tiles of rows begin that have such among them.
+    /// In a pass over prompts: where the tiles begin that have rows after which a token is chosen.
     pub results: Results,
 }
 
 /// A row after which a token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// Which sequence's: the index of its [`SequenceRows`].
+    /// Its sequence, as an index into the [`SequenceRows`] of the step.
     pub of: usize,
     /// The row in the pass.
     pub row: usize,
-    /// The first of the pass's rows that are drafts up to this one; `row + 1` if this is none.
+    /// The first row in the pass of the drafts up to this row; `row + 1` if this row is no draft.
     pub drafts: usize,
 }
 
 impl RowPass {
-    /// Rows.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// What the rows are to each other: a sequence's lie together.
+    /// How the rows relate to each other. Rows of the same sequence are adjacent.
     pub fn rows_of(&self) -> RowsOf {
         RowsOf::of(&self.slots)
     }
@@ -87,22 +87,22 @@ impl RowPass {
         runs.into_iter().map(|(slot, first, count)| (slot, first as usize..first as usize + count))
     }
 
-    /// What is beyond every position.
+    /// One more than the largest position.
     pub fn end(&self) -> u32 {
         self.positions.iter().max().map_or(0, |last| last + 1)
     }
 
-    /// Appends `range` of a sequence's rows.
+    /// Appends the rows `range` of a sequence.
     fn push(&mut self, of: usize, rows: &SequenceRows, range: Range<usize>, tile: usize) {
         let (first, start) = (self.len(), rows.start + range.start);
         let tiles = prefill_attention::tiles(first as u32, range.len() as u32, rows.slot, start as u32, tile as u32);
-        // The others' tiles know their sequence and position by their rows.
+        // Tiles of other passes take sequence and position from their rows, so these have two words only.
         let words = if self.prompt { 4 } else { 2 };
         self.tiles.extend(tiles.iter().map(|tile| tile[..words].to_vec()));
         let chosen = range.start.max(rows.chosen_from)..range.end;
         self.chosen.extend(chosen.map(|i| {
             let row = |i: usize| first + i - range.start;
-            // The first row with a choice holds the newest token, and drafts follow.
+            // The first row with a choice is the newest token's. The rows after it are drafts.
             Chosen {
                 of,
                 row: row(i),
@@ -115,10 +115,11 @@ impl RowPass {
     }
 }
 
-/// Rows of prompts that run together.
+/// A pass over prompts in the making.
 #[derive(Default)]
 struct Prompts {
-    /// Whose, and which of its rows: what no token is chosen after, and the tiles behind that.
+    /// The index of a sequence and a range of its rows. First the tiles after which no token is chosen; then, for each
+    /// sequence, the tiles from its first choice on.
     parts: [Vec<(usize, Range<usize>)>; 2],
     len: usize,
 }
@@ -126,7 +127,7 @@ struct Prompts {
 impl Prompts {
     const TILE: usize = prefill_attention::TILE_ROWS as usize;
 
-    /// Takes up `range` of a sequence's rows.
+    /// Adds the rows `range` of a sequence.
     fn push(&mut self, of: usize, rows: &SequenceRows, range: Range<usize>) {
         let border = if rows.chosen_from < range.end {
             range.start + rows.chosen_from.saturating_sub(range.start) / Self::TILE * Self::TILE
@@ -138,7 +139,7 @@ impl Prompts {
         self.parts[1].push((of, border..range.end));
     }
 
-    /// The pass, with those tiles behind all others: the last layer makes no results but theirs.
+    /// Ends the pass. The tiles with choices come last, because the last layer makes results only for these.
     fn end(self, sequences: &[SequenceRows]) -> RowPass {
         let mut pass = RowPass { prompt: true, ..RowPass::default() };
         for part in self.parts {
@@ -146,14 +147,14 @@ impl Prompts {
             for (of, range) in part {
                 pass.push(of, &sequences[of], range, Self::TILE);
             }
-            // The last are begun first: those with the most keys belong there.
+            // The kernel begins with the last tiles. So those with the most keys, which take longest, come last.
             pass.tiles[pass.results.tile..].sort_by_key(|tile| tile[3]);
         }
         pass
     }
 }
 
-/// Cuts the rows of `sequences` into passes, to be run in this order.
+/// Cuts the rows of `sequences` into passes, which must run in this order.
 pub fn cut(sequences: &[SequenceRows], widths: Widths) -> Vec<RowPass> {
     let mut passes = Vec::new();
     let prompt_rows = |rows: &SequenceRows| rows.prompt.saturating_sub(rows.start).min(rows.tokens.len());
@@ -171,7 +172,7 @@ pub fn cut(sequences: &[SequenceRows], widths: Widths) -> Vec<RowPass> {
     }
     passes.push(pass.end(sequences));
 
-    // Rows without a choice first: then the head skips them.
+    // Rows without a choice come first, so that the head can skip them.
     let mut order: Vec<usize> = (0..sequences.len()).collect();
     order.sort_by_key(|&of| sequences[of].chosen_from < sequences[of].tokens.len());
     let mut pass = RowPass::default();
@@ -180,7 +181,7 @@ pub fn cut(sequences: &[SequenceRows], widths: Widths) -> Vec<RowPass> {
         let (mut at, count) = (prompt_rows(rows), rows.tokens.len());
         while at < count {
             let room = widths.decode - pass.len();
-            // Rows with a choice stay together: later ones need the drafts before them.
+            // The rows with choices stay in one pass, because a later one needs the drafts before it.
             let take = if count - at <= room { count - at } else { room.min(rows.chosen_from.saturating_sub(at)) };
             pass.push(of, rows, at..at + take, widths.tile);
             at += take;
@@ -198,7 +199,7 @@ pub fn cut(sequences: &[SequenceRows], widths: Widths) -> Vec<RowPass> {
 mod tests {
     use super::*;
 
-    /// The passes of random steps hold every row once, in order, in tiles that fit, and choices know their drafts.
+    /// In random steps, the passes hold every row once and in order, the tiles fit, and choices know their drafts.
     #[test]
     fn every_row_runs_once_after_those_before_it() {
         for seed in 0..2000u64 {
@@ -212,7 +213,7 @@ mod tests {
                 .map(|slot| {
                     let (start, known, apart) = (random(100), 1 + random(60), random(3) > 0);
                     let prompt = if apart { 1 + random(150) } else { 0 };
-                    // Drafts follow a token that was generated.
+                    // Drafts follow only a generated token.
                     let generated = start + known > prompt;
                     let drafts = if generated { random(10) } else { 0 };
                     let chosen_from = if random(4) > 0 { known - 1 } else { known };

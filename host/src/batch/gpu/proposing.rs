@@ -1,6 +1,6 @@
-//! Proposals of sequences whose answers have a form: made on other threads, since a matcher is asked, and begun as soon
-//! as a step has brought tokens. What is not there when the next step is planned is not waited for, as long as that has
-//! rows of sequences without a form.
+//! Proposals for sequences whose answers have a form. They need the matcher, so they are made on other threads,
+//! beginning as soon as a step has brought tokens. A proposal that is not ready when the next step is planned is not
+//! waited for, unless all sequences of that step have a form.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -8,23 +8,24 @@ use crate::batch::plan::Slot;
 use crate::batch::running::Running;
 use crate::draft::{DraftTokens, NgramDraft};
 
-/// Proposals that are being made or were made, for the newest token of each slot.
+/// For each slot, the proposal for its newest token, made or in the making.
 pub struct ProposalJobs {
     slots: Vec<Option<Arc<OnceLock<DraftTokens>>>>,
 }
 
 impl ProposalJobs {
-    /// None yet, for so many slots.
+    /// No proposals yet, for `slots` slots.
     pub fn new(slots: usize) -> Self {
         Self { slots: vec![None; slots] }
     }
 
-    /// The slot's newest token is to be another one: said before its matcher is told.
+    /// Drops the slot's proposal, since its newest token changes. Must be called before the matcher is advanced.
     pub fn forget(&mut self, slot: Slot) {
         self.slots[slot as usize] = None;
     }
 
-    /// Begins to make a slot's proposal, if its sequence has a form: the same that [`Running::propose`] makes.
+    /// Begins to make a slot's proposal, if its sequence has a form. The result is the one that [`Running::look`]
+    /// finds.
     pub fn begin(&mut self, slot: Slot, running: &Running, draft: NgramDraft) {
         let Some(form) = &running.form else { return };
         let made = Arc::new(OnceLock::new());
@@ -33,15 +34,15 @@ impl ProposalJobs {
         self.slots[slot as usize] = Some(made);
         rayon::spawn(move || {
             let mut matcher = form.lock().unwrap_or_else(PoisonError::into_inner);
-            // Forgotten, the matcher is or soon will be elsewhere.
+            // If the proposal was dropped, the matcher has been advanced, or is about to be.
             if let Some(made) = wanted.upgrade() {
-                // Nobody else sets it.
+                // Only this thread sets it, so this cannot fail.
                 let _ = made.set(DraftTokens::of(&draft, &history, max_length, Some(&mut *matcher)));
             }
         });
     }
 
-    /// A slot's proposal; nothing if it was not begun, or is not there by now and the step does not wait.
+    /// A slot's proposal. Empty if none was begun, or if it is not ready and `waits` is false.
     pub fn take(&self, slot: Slot, waits: bool) -> DraftTokens {
         let Some(made) = &self.slots[slot as usize] else { return DraftTokens::default() };
         let made = if waits { Some(made.wait()) } else { made.get() };

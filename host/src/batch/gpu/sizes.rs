@@ -1,4 +1,4 @@
-//! How much of everything a batch has on a device.
+//! The sizes of a batch on a device.
 
 use gpu_kernels::batched::MAX_BATCHED_ROWS;
 use gpu_kernels::step;
@@ -13,24 +13,24 @@ use crate::prefill;
 use crate::tuning::PASS_ROWS;
 use crate::{Error, LoadOptions};
 
-/// Where prompts have passes of their own, one more sequence for so many is read in ahead, to take the place of one
-/// that ends.
+/// If prompts have passes of their own: for this many sequences that generate, the prompt of one more is read ahead, to
+/// take the place of one that ends.
 const AHEAD: usize = 10;
-/// Most rows of a step: lists have room for so many.
+/// Most rows of a step, for which lists have room.
 const MOST_ROWS: usize = 1 << 16;
-/// Bytes of device memory left to others.
+/// Bytes of device memory that are left to other programs.
 pub const SPARE: u64 = 1 << 30;
-/// Rows of a pass: at least so many.
+/// Least rows that a pass has room for.
 pub const LEAST_ROWS: usize = step::MAX_ROWS as usize;
-/// Bytes of the host tier, where nothing is said.
+/// Default for bytes of the host tier.
 const HOST_TIER: usize = 4 << 30;
 
-/// How much there is of what, all but pages.
+/// The sizes of a batch, without its pages.
 pub struct BatchSizes {
     context: usize,
-    /// Sequences that generate at once.
+    /// Sequences that generate at the same time.
     pub generating: usize,
-    /// Those, and the ones that are read in ahead.
+    /// Sequences that generate or are read ahead.
     pub sequences: usize,
     /// Most rows of a step.
     pub rows: usize,
@@ -38,7 +38,7 @@ pub struct BatchSizes {
 }
 
 impl BatchSizes {
-    /// What `options` say, or what is good on `device`.
+    /// The sizes that `options` give; for those that they leave open, what is good on `device`.
     pub fn new(device: &Device, context: usize, options: &BatchOptions) -> Self {
         let prompts_apart = device.has_prefill();
         let tuning = device.capabilities().tuning();
@@ -48,40 +48,40 @@ impl BatchSizes {
         Self { context, generating, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
     }
 
-    /// Rows of a pass over prompts, where there are such.
+    /// Rows of a pass over prompts. None if there are no such passes.
     pub fn prompt_rows(&self) -> Option<usize> {
         self.prompts_apart.then_some(self.rows)
     }
 
-    /// Most rows of a pass over what is generated. There is [room](Self::room) for more, since whoever is read in ahead
-    /// may have its first token chosen beside those of all others.
+    /// Most rows of a pass over generated rows. The [room](Self::room) is larger, because a sequence that is read ahead
+    /// may have its first token chosen in the same step as all others.
     pub fn decode_rows(&self) -> usize {
         self.room(0).rows.min(MAX_BATCHED_ROWS as usize)
     }
 
-    /// Whether every step over what is generated is one of the decode kernel's.
+    /// Whether every step over generated rows is small enough for the decode kernel.
     pub fn are_few(&self) -> bool {
         self.generating <= step::MAX_DECODE_ROWS as usize
     }
 
-    /// Whether a cache of so many pages has room for all that these `options` ask for, or that sequences are likely to
-    /// use.
+    /// Whether a cache of `pages` pages suffices: for what the `options` ask for, or else for what sequences are likely
+    /// to use.
     pub fn are_enough(&self, pages: usize, options: &BatchOptions) -> bool {
         let likely = self.context.min(LoadOptions::DEFAULT_CONTEXT).div_ceil(PAGE_TOKENS) * self.sequences;
         options.cache_tokens.is_some() || pages >= likely
     }
 
-    /// Pages that all sequences at their greatest length have.
+    /// The pages of all sequences at their greatest length.
     fn most_pages(&self) -> usize {
         self.context.div_ceil(PAGE_TOKENS) * self.sequences
     }
 
-    /// Room for these and so many pages.
+    /// The capacity for these sizes and `pages` pages.
     pub fn room(&self, pages: usize) -> Capacity {
         Capacity::batch(self.context, self.sequences, pages, self.sequences.max(LEAST_ROWS))
     }
 
-    /// Pages of the cache of a model in e4m3 or not, when `coming` bytes are not there yet.
+    /// The number of pages of the cache. `coming` is the number of bytes that will still be allocated beside it.
     pub fn pages(
         &self,
         config: &Config,
@@ -108,15 +108,15 @@ impl BatchSizes {
         Ok(pages)
     }
 
-    /// Pages whose records can be numbered: 8 TiB of them.
+    /// The most pages whose records can be numbered, which is 8 TiB.
     fn numbered_pages(config: &Config) -> usize {
         i32::MAX as usize / (KvCache::page_bytes(config) / PAGE_RECORD_BYTES as usize)
     }
 
-    /// Pages of the host tier of a cache of `pages`.
+    /// The pages of the host tier for a cache of `pages` pages.
     ///
     /// # Errors
-    /// More than can be numbered.
+    /// [`Error::HostTier`], for more pages than can be numbered.
     pub fn host_pages(&self, config: &Config, options: &BatchOptions, pages: usize) -> Result<usize, Error> {
         let Some(tokens) = options.swap_tokens else { return Ok(pages.min(HOST_TIER / KvCache::page_bytes(config))) };
         let tier = tokens / PAGE_TOKENS;
@@ -126,7 +126,7 @@ impl BatchSizes {
         Ok(tier)
     }
 
-    /// What the scheduler may use, with so many pages on the device and on the host.
+    /// The scheduler's limits, with these numbers of pages on the device and in the host tier.
     pub fn limits(&self, config: &Config, device: &Device, options: &BatchOptions, pages: [usize; 2]) -> Limits {
         let [pages, host_pages] = pages.map(|pages| pages as u32);
         let best_rows = || prefill::best_rows(device, config).min(self.rows as u32);
@@ -146,15 +146,15 @@ impl BatchSizes {
         }
     }
 
-    /// Changes of the uses of tokens that a step has room for.
+    /// Changed uses of tokens that a step has room for.
     pub fn use_changes(&self) -> usize {
         4 * self.rows
     }
 
-    /// Words that a step sends to the device at most, with so many pages there and on the host.
+    /// Most words that a step sends to the device, for these pages on the device and in the host tier.
     pub fn upload_words(&self, pages: usize, tier: usize) -> usize {
-        // Rows with tiles and choices; page tables; pages that move, each to another; pages that are packed, and
-        // unpacked; uses; a pass over 64 rows begins lists at multiples of 4.
+        // In order: rows with tiles and choices; entries of page tables; moves of pages, with source and target; pages
+        // to pack and unpack, with flags; uses; and the alignment of the lists, which begin at multiples of 4 words.
         32 * self.rows
             + 2 * self.sequences * self.context.div_ceil(PAGE_TOKENS)
             + 2 * (2 * pages + tier)
@@ -163,7 +163,7 @@ impl BatchSizes {
             + 4096
     }
 
-    /// A tier of `pages` could not be had.
+    /// The error that a host tier of `pages` pages cannot be allocated.
     pub fn no_tier(config: &Config, pages: usize, reason: String) -> Error {
         Error::HostTier { wanted: pages.saturating_mul(KvCache::page_bytes(config)) as u64, reason }
     }

@@ -1,22 +1,23 @@
-//! Lists that a step takes to the device, all in one copy.
+//! The upload of a step: all of its lists go to the device in one copy.
 //!
-//! Steps have two pieces of pinned memory in turn, so that one is filled while the step before is still under way.
+//! There are two buffers of pinned memory, which steps use in turn. So one can be filled while the step before is still
+//! under way.
 
 use cuda_std::{Global, GlobalMut};
 
 use crate::Error;
 use crate::device::{Buffer, Device, Marker, Pinned};
 
-/// Lists of words start at multiples of so many: 16 bytes.
+/// Lists begin at a multiple of this many words, which is 16 bytes.
 const ALIGNMENT: usize = 4;
 
-/// Lists of words on their way.
+/// The lists of a step, on the host and on the device.
 pub struct Upload {
     words: Vec<u32>,
     host: [Pinned<u32>; 2],
-    /// Behind the last copy from each.
+    /// For each host buffer, a marker behind the last copy from it.
     sent: [Marker; 2],
-    /// Which of them is next.
+    /// Which host buffer is next.
     turn: usize,
     there: Buffer<u32>,
 }
@@ -25,19 +26,19 @@ pub struct Upload {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct List {
     at: usize,
-    /// Words.
+    /// Its length in words.
     len: usize,
 }
 
 impl List {
-    /// Words.
+    /// Its length in words.
     pub fn len(&self) -> usize {
         self.len
     }
 }
 
 impl Upload {
-    /// With room for `words` words.
+    /// An upload with room for `words` words.
     ///
     /// # Errors
     /// Too little memory.
@@ -51,7 +52,7 @@ impl Upload {
         })
     }
 
-    /// Begins anew.
+    /// Removes all lists.
     pub fn clear(&mut self) {
         self.words.clear();
     }
@@ -64,7 +65,7 @@ impl Upload {
         List { at, len: self.words.len() - at }
     }
 
-    /// Enqueues the copy. Waits for the one before the last.
+    /// Enqueues the copy of all lists. First waits for the last copy from the same host buffer.
     ///
     /// # Errors
     /// A driver error.
@@ -75,20 +76,20 @@ impl Upload {
         let (len, host, sent) = (self.words.len(), &mut self.host[self.turn], &self.sent[self.turn]);
         self.turn = 1 - self.turn;
         sent.wait()?;
-        // SAFETY: the copy before the last one, which was from this piece, has been waited for.
+        // SAFETY: the last copy from this buffer has been waited for.
         unsafe { host.as_mut_slice_now()[..len].copy_from_slice(&self.words) };
-        // SAFETY: both live with self; what reads `there` was enqueued before, and the host's side is written above
-        // alone.
+        // SAFETY: both buffers live with self. Work that reads `there` was enqueued before, and the host buffer is
+        // written only above.
         unsafe { self.there.copy_start_from_pinned(host, len)? };
         sent.set()
     }
 
-    /// Where a list will be on the device, once it was sent.
+    /// The address that a list has on the device after it is sent.
     pub fn ptr(&self, list: List) -> Global<u32> {
         self.ptr_mut(list).read()
     }
 
-    /// The same, for kernels that take what they could also write.
+    /// The same address, for kernels that take mutable ones.
     pub fn ptr_mut(&self, list: List) -> GlobalMut<u32> {
         assert!(list.at + list.len <= self.there.len());
         // SAFETY: within the buffer.

@@ -1,4 +1,4 @@
-//! How often each sequence with penalties has used each token, for the sampler.
+//! Counts how often each sequence with penalties has used each token, for the sampler.
 
 use std::collections::BTreeMap;
 
@@ -12,28 +12,28 @@ use crate::batch::plan::Slot;
 use crate::batch::running::Running;
 use crate::device::{Buffer, Device};
 
-/// Uses of tokens by the sequences in their slots, as the [sampler](gpu_kernels::sample) counts them.
+/// The uses of tokens by the sequences in the slots, in the encoding of the [sampler](gpu_kernels::sample).
 pub struct TokenUses {
     device: Device,
-    /// `[slots, vocab]`; of sequences without penalties nothing is known.
+    /// `[slots, vocab]`. The rows of sequences without penalties mean nothing.
     uses: Buffer<u32>,
     vocab: u32,
-    /// Those that have changed, and have to be there before the next choice, by place.
+    /// Changed counts by their place in `uses`, to be sent before the next choice.
     changed: BTreeMap<u32, u32>,
-    /// How many of them travel at a time.
+    /// How many changes are sent at a time.
     room: usize,
 }
 
-/// Changes of [`TokenUses`] on their way.
+/// Changes of [`TokenUses`] that are listed for an upload.
 pub struct Uses {
-    /// Slots whose uses are to be zeroed first.
+    /// Slots whose counts are set to zero first.
     cleared: List,
-    /// Places and uses.
+    /// Places and their new counts.
     put: List,
 }
 
 impl TokenUses {
-    /// None yet, with room for `room` changes at a time.
+    /// Counts for `slots` slots, with room for `room` changes at a time.
     ///
     /// # Errors
     /// Too little memory.
@@ -42,12 +42,12 @@ impl TokenUses {
         Ok(Self { device: device.clone(), uses, vocab: vocab as u32, changed: BTreeMap::new(), room })
     }
 
-    /// `[slots, vocab]`.
+    /// The counts, `[slots, vocab]`.
     pub fn all(&self) -> &Buffer<u32> {
         &self.uses
     }
 
-    /// A sequence takes a slot, which is to be [cleared](Self::list).
+    /// Notes the tokens of a sequence that gets a slot. The slot's counts must be [cleared](Self::list).
     pub fn begin(&mut self, slot: Slot, start: &Start<'_>, running: &Running) {
         self.changed.retain(|place, _| place / self.vocab != slot);
         if running.is_penalised() {
@@ -60,7 +60,7 @@ impl TokenUses {
         }
     }
 
-    /// A sequence got tokens.
+    /// Notes new tokens of a sequence.
     pub fn take_in(&mut self, slot: Slot, running: &Running, tokens: &[u32]) {
         if running.is_penalised() {
             let first = slot * self.vocab;
@@ -68,12 +68,12 @@ impl TokenUses {
         }
     }
 
-    /// Whether more have changed than travel at a time.
+    /// Whether there are more changes than are sent at a time.
     pub fn are_too_many(&self) -> bool {
         self.changed.len() > self.room
     }
 
-    /// Lists slots to clear, and the first ones of the changes, as many as there is room for.
+    /// Lists the slots to clear and the first changes, as many as there is room for.
     pub fn list(&mut self, upload: &mut Upload, cleared: impl IntoIterator<Item = Slot>) -> Uses {
         let cleared = upload.push(cleared);
         let rest = self.changed.keys().nth(self.room).copied().map(|next| self.changed.split_off(&next));
@@ -81,7 +81,7 @@ impl TokenUses {
         Uses { cleared, put: upload.push(now.into_iter().flat_map(|(place, uses)| [place, uses])) }
     }
 
-    /// Enqueues changes that have been sent.
+    /// Enqueues changes that were sent.
     ///
     /// # Errors
     /// A refused launch.

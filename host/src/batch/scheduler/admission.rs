@@ -1,4 +1,4 @@
-//! Which waiting sequences start, when, and with which pages.
+//! Admission: which waiting sequences start, when, and with which pages.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -9,10 +9,11 @@ use crate::batch::pages::{PageLocation, PrefixMatch};
 use crate::batch::plan::{HostPage, Page, PageCopy, Plan, SequenceId, Started, SwapIn, TableEntry};
 
 impl Scheduler {
-    /// Whether what is left of prompts that are being read in, and the waiting sequences that have room now, had better
-    /// wait for more of them: then how many sequences that are. They wait until the tokens that they miss by it are
-    /// worth a pass of their own, as one rents skis until the rent has come to their price. One that has saved pages
-    /// has little to run, and does not wait.
+    /// Decides whether prompts should wait to be read together with more of them. This concerns the prompts that are
+    /// partly read, and the waiting sequences that have room. If they should wait, returns their number; if not, none.
+    ///
+    /// They wait until the tokens that they miss are worth a pass of their own. This is the ski-rental rule: rent until
+    /// the rent paid equals the price. A sequence with saved pages has little to run, so it does not wait.
     pub(super) fn better_together(&self) -> Option<usize> {
         let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
         if prompt_rows == 0 || self.waiting.values().next().is_some_and(|first| !first.saved.is_empty()) {
@@ -27,7 +28,7 @@ impl Scheduler {
             return None;
         }
         let mut room = self.pages.available().saturating_sub(self.running.len());
-        // Shared pages that nobody uses now are taken by the first of those who share them.
+        // If several waiting sequences share an unused page, only the first of them takes it from the available ones.
         let mut idle = BTreeSet::new();
         let mut whole = 0;
         for (more, Waiting { known, .. }) in (1..).zip(self.waiting.values().take(self.slots.len())) {
@@ -40,7 +41,7 @@ impl Scheduler {
             if taken > room {
                 break;
             }
-            // And a page for each that runs.
+            // One page more is left for each sequence that runs.
             room = room.saturating_sub(taken + 1);
             rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
             count += 1;
@@ -51,7 +52,7 @@ impl Scheduler {
         (count > 0).then_some(count)
     }
 
-    /// Takes up waiting sequences, the first in line first.
+    /// Starts waiting sequences, in the order of arrival.
     pub(super) fn start(&mut self, plan: &mut Plan, step: &mut Step) {
         let mut passed = Bound::Unbounded;
         while step.reads() && !self.slots.is_empty() {
@@ -69,20 +70,20 @@ impl Scheduler {
         }
     }
 
-    /// Whether so many `more` sequences, with so many pages at their greatest length, may start. Who is read in ahead
-    /// of its turn to generate may not take a page that others will come to need.
+    /// Whether `more` sequences may start, which take `pages` pages at their greatest length. A sequence that is read
+    /// before it may generate must not take a page that others will need.
     fn may_start(&self, more: usize, pages: usize) -> bool {
         let to_come = || self.running.values().map(|sequence| self.whole(&sequence.known) - sequence.pages.len());
         let is_ahead = self.running.len() + more > self.limits.generating as usize;
         !is_ahead || to_come().sum::<usize>() + pages <= self.pages.available()
     }
 
-    /// Pages that a sequence has at its greatest length.
+    /// Pages of a sequence at its greatest length.
     fn whole(&self, known: &Known) -> usize {
         known.max_length.div_ceil(self.limits.page_tokens)
     }
 
-    /// Whether a prompt that is being read in will leave more pages to share with this sequence than there are now.
+    /// Whether a prompt that is being read will leave more pages to share with this sequence than there are at present.
     fn better_later(&self, waiting: &Waiting) -> bool {
         let (tokens, prompt) = (waiting.known.without_newest(), waiting.known.prompt);
         let size = self.limits.page_tokens;
@@ -97,13 +98,14 @@ impl Scheduler {
         })
     }
 
-    /// How many of the available pages a waiting sequence takes for all its tokens: all but those that it finds in use.
+    /// How many of the available pages a waiting sequence takes for all its tokens. Pages that it shares and that are
+    /// in use do not count.
     fn takes(&self, known: &Known, found: &PrefixMatch, mut is_used: impl FnMut(Page) -> bool) -> usize {
         let used = found.on_device().filter(|page| is_used(*page)).count();
         known.tokens.len().div_ceil(self.limits.page_tokens) - used
     }
 
-    /// Gives a waiting sequence a slot and pages for all its tokens. False if there are not enough.
+    /// Gives a waiting sequence a slot, and pages for all its tokens. Returns false if there are not enough pages.
     fn take_up(&mut self, id: SequenceId, plan: &mut Plan, step: &mut Step) -> bool {
         let Some(waiting) = self.waiting.get(&id) else { return false };
         let size = self.limits.page_tokens;
@@ -116,8 +118,8 @@ impl Scheduler {
         if taken + self.running.len() > available {
             return false;
         }
-        // The source of a copy must outlive the step, and be there when it begins. A saved sequence has better than a
-        // part of a page.
+        // The source of a copy must be there when the step begins, and must not be reused before the step ends. If a
+        // sequence has more tokens saved than the copy would give, it needs no copy.
         let partial = found.partial.filter(|(page, same)| {
             let pinned = (self.pages.users(*page) == 0) as usize;
             let better = shared * size + same > waiting.known.computed;
@@ -126,7 +128,7 @@ impl Scheduler {
         let slot = self.slots.pop_first().expect("who starts has a slot");
         let Waiting { mut known, saved } = self.waiting.remove(&id).expect("found above");
         let before = known.computed;
-        // All that is shared first, so that it is not given up for what is taken.
+        // Shared pages get their new user first, so that they are not given up when pages are taken below.
         for &page in &there {
             self.pages.share(page);
         }
@@ -175,7 +177,8 @@ impl Scheduler {
 }
 
 impl Known {
-    /// What may come from elsewhere: the newest token must run in any case, for the choice after it.
+    /// The tokens whose keys and values may come from other pages. The newest token must run in any case, for the
+    /// choice after it.
     fn without_newest(&self) -> &[u32] {
         &self.tokens[..self.tokens.len() - 1]
     }

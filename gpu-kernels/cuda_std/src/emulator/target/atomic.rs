@@ -1,4 +1,4 @@
-//! One module for each memory and type, a function for each operation.
+//! Atomic accesses: one module for each memory and type, with a function for each operation.
 
 macro_rules! space {
     ($module:ident $space:ident $address:ident) => {

@@ -1,4 +1,4 @@
-//! Asynchronous copies, and the barriers that they complete on.
+//! Asynchronous copies, and the mbarriers that they complete on.
 
 use std::panic::Location;
 
@@ -64,7 +64,7 @@ pub fn fence_proxy_async() {
     copies::fence_proxy_async();
 }
 
-/// Copies from global memory are checked for races alone.
+/// Does nothing: copies from global memory are checked for races alone.
 pub fn fence_proxy_async_global() {}
 
 #[track_caller]

@@ -1,4 +1,4 @@
-//! Launches that begin early, and clusters.
+//! Clusters, and launches that begin early.
 
 use std::panic::Location;
 

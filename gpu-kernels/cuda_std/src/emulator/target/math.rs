@@ -2,7 +2,7 @@
 
 use crate::emulator::e4m3;
 
-/// Subnormals are zero, as `.ftz` has it.
+/// Flushes subnormals to zero, as `.ftz` does.
 fn flush(x: f32) -> f32 {
     if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
 }
@@ -33,8 +33,8 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 pub fn fma_bf16x2(a: u32, b: u32, c: u32) -> u32 {
     let half = |at: u32| {
         let wide = |word: u32| f64::from(f32::from_bits(word >> at << 16));
-        // A product of two is exact. What comes after it is rounded to odd: then the last rounding is as if it were the
-        // only one.
+        // The product of two bf16 is exact in f64. The sum and its conversion to f32 are rounded to odd, so that the
+        // last rounding gives the same as if it were the only one.
         let (product, c) = (wide(a) * wide(b), wide(c));
         let sum = product + c;
         let of_product = sum - c;
@@ -71,7 +71,7 @@ pub fn pack_e4m3(x: [f32; 4]) -> u32 {
 pub fn pack_bf16(low: f32, high: f32) -> u32 {
     let round = |x: f32| {
         let bits = x.to_bits();
-        // Half of the last place that stays, less one if that place is even: ties go to even.
+        // Adds half of the last place that stays, less one if that place is even, so that ties go to even.
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         if x.is_nan() { 0x7fff } else { rounded }
     };

@@ -10,7 +10,7 @@ pub fn dynamic_shared() -> u32 {
     SHARED_BASE
 }
 
-/// Sixteen bytes with their alignment, which [`access::load`] asks for.
+/// Sixteen bytes with the alignment that [`access::load`] asks for.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
 struct Vector([u32; 4]);

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use crate::emulator::tensor;
 
-/// A map that the emulator reads is visible once it is in memory.
+/// Does nothing: a map of the emulator is visible once it is in memory.
 pub unsafe fn tensor_acquire(_map: u64) {}
 
 #[track_caller]

@@ -16,11 +16,11 @@ use cuda_std::{tensor, wgmma};
 pub struct Io {
     /// Initialised words.
     pub input: Global<u32>,
-    /// Words that are not.
+    /// Words that are not initialised.
     pub output: GlobalMut<u32>,
     /// Words that are zero.
     pub zeros: GlobalMut<u32>,
-    /// How much of it.
+    /// Number of words of input and output.
     pub n: u32,
 }
 
@@ -52,7 +52,7 @@ lanes! {
     up |p, lane| warp::shuffle_up(lane, 3);
     /// `shuffle_down`.
     down |p, lane| warp::shuffle_down(lane, 3);
-    /// Both words of a wide shuffle, and a float's.
+    /// Shuffles of two words each, and of a float.
     wide |p, lane| {
         let wide = warp::shuffle_xor(u64::from(lane) << 35 | u64::from(lane), 1);
         let signed = warp::shuffle_down(-(i64::from(lane)), 1);
@@ -74,7 +74,7 @@ lanes! {
     turned |p, lane| mma::transpose((2 * lane) | ((2 * lane + 1) << 16));
     /// `elect`.
     elect |p, lane| warp::elect() as u32;
-    /// What the lane is told of itself.
+    /// The lane's indices and the sizes of its block and grid.
     indices |p, lane| {
         thread::thread_idx_x() + thread::block_dim_x() * 100 + thread::warp_id() * 10_000 + thread::grid_dim_x() * 100_000
     };
@@ -136,7 +136,7 @@ pub unsafe fn atomics(p: Io) {
             s.store(1, -1000);
         }
         thread::sync_threads();
-        // Known to be zero on one way here, the compiler may write the rest twice.
+        // On one path the compiler knows that `thread` is zero, and may write the rest of the kernel twice.
         let thread = thread::opaque(thread);
         let (relaxed, device) = (Ordering::Relaxed, Scope::Device);
         atomic::fetch_add(p.zeros, 0, thread, relaxed, device);
@@ -159,7 +159,7 @@ pub unsafe fn atomics(p: Io) {
     }
 }
 
-/// A product of tiles; A comes by `ldmatrix` from shared memory, B's columns transposed.
+/// A product of tiles. A comes from shared memory by `ldmatrix`, and B by `ldmatrix.trans`.
 #[kernel(threads = 32)]
 pub unsafe fn product(p: Io) {
     // SAFETY: A is the first 128 words, 16 rows of 16 bf16; B the next 64, 16 rows of 8; C and the result 128 words.
@@ -203,7 +203,7 @@ pub unsafe fn arithmetic(p: Io) {
     }
 }
 
-/// Every fence, and what else orders nothing by itself.
+/// Every fence, a named barrier, `nanosleep` and the timer.
 #[kernel(threads = 64)]
 pub unsafe fn fences(p: Io) {
     // SAFETY: a word for each lane.
@@ -274,8 +274,9 @@ pub unsafe fn bulk_copies(p: Io) {
 /// Bytes of shared memory for [`warpgroup`]: tiles of A (64 rows) and B (128 rows), a barrier.
 pub const WARPGROUP_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
 
-/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, whose first row of warps stores 16 x 16 of C as bf16
-/// through shared memory. `input` is the address of three maps: A, B, and C, `[64, 64]` in tiles of 64 rows.
+/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup. Each warp stores the first 16 columns of its 16 rows of
+/// C as bf16, through shared memory; the other columns are stored as zeros. `input` is the address of three maps: A, B,
+/// and C, `[64, 64]` in tiles of 64 rows.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 #[kernel(threads = 128, min_blocks = 1, cluster = 1)]
 pub unsafe fn warpgroup(p: Io) {
@@ -309,7 +310,7 @@ pub unsafe fn warpgroup(p: Io) {
         wgmma::mma_n128(first.advance(96), second.advance(96), true);
         wgmma::commit();
         wgmma::wait::<0>();
-        // The next phase, for which nobody waits.
+        // An arrival in the barrier's next phase, for which nobody waits.
         PeerBarrier::new(barrier, 0).arrive_if(lane == 0);
         let words = [
             math::pack_bf16(wgmma::get::<0>(), wgmma::get::<1>()),
@@ -317,7 +318,7 @@ pub unsafe fn warpgroup(p: Io) {
             math::pack_bf16(wgmma::get::<4>(), wgmma::get::<5>()),
             math::pack_bf16(wgmma::get::<6>(), wgmma::get::<7>()),
         ];
-        // Over A, in the swizzle, and zeros in the rest.
+        // C replaces the tile of A, in its swizzle; the rest of the tile is zeros.
         let mut i = 0;
         while i < 4 {
             a.store16(((lane * 4 + i) * 16) as usize, [0; 4]);
@@ -342,10 +343,14 @@ pub unsafe fn warpgroup(p: Io) {
 /// Bytes of shared memory for [`cores`]: A (64 rows), a tile of B (128 rows), a barrier.
 pub const CORES_SHARED: u32 = 64 * 128 + 128 * 128 + 16;
 
-/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, with A in core matrices: `input` is its address, `zeros`
-/// that of a map of B. Each lane stores its 32 sums of B's first 64 rows, for which A goes through registers, its 64 of
-/// all rows, the fragment that `ldmatrix` finds at the beginning of A, and its 64 of `A · D`, where D's first 64
-/// columns are B's first 64 rows, as they are, and its others the others.
+/// `C = A · Bᵀ` of 64 × 64 and 128 × 64 bf16 by one warpgroup, with A in core matrices. `input` is A's address, `zeros`
+/// that of a map of B. Each lane stores 164 words:
+///
+/// - its 32 sums with B's first 64 rows, for which A goes through registers;
+/// - its 64 sums with all rows of B;
+/// - the four words that `ldmatrix` finds at the beginning of A;
+/// - its 64 sums of `A · D`. Columns 0 to 63 of D are B's first 64 rows, read as a matrix of 64 × 64 as they are;
+///   columns 64 to 127 are B's other 64 rows.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 #[kernel(threads = 128, min_blocks = 1)]
 pub unsafe fn cores(p: Io) {
