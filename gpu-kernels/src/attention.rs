@@ -10,29 +10,29 @@
 //! O[16 pairs, 128]     = P · V      tensor cores
 //! ```
 //!
-//! The warps' results are combined in shared memory: added, first to last. A row whose keys end in the first split is
-//! finished by then; of others the block writes its sum, its maximum and its normaliser, and [`combine`] adds the
-//! splits (flash decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov
-//! and Gimelshein, 2018, "Online normalizer calculation for softmax").
+//! The warps' results are added in shared memory, first to last. A row whose keys end in the first split is finished
+//! then. For other rows the block writes its sum, its maximum and its normaliser, and [`combine`] adds the splits
+//! (flash decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov and
+//! Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
 //! # Order
-//! A score is summed over its dimensions as they come, 16 an instruction, and values over their keys likewise: so
-//! `wgmma`, which reads both from shared memory, gives the same bits.
+//! A score is summed over its dimensions in order, 16 an instruction, and values are summed over their keys in the same
+//! way. `wgmma`, which reads both from shared memory, gives the same bits.
 //!
-//! A row's result depends on its own keys alone: splits and warps are cut by key position, and a pair never meets
-//! another. [`combine`] distributes the splits round-robin over 8 warps; each adds its own from first to last, and then
-//! the warps are added from first to last.
+//! A row's result depends on its own keys alone: splits and warps are cut by key position, and pairs do not mix.
+//! [`combine`] distributes the splits round-robin over 8 warps. Each warp adds its own splits from first to last, and
+//! then the warps' sums are added from first to last.
 //!
 //! # Safety
-//! What is not a kernel is called in a launch whose parameter block `p`, or `self`, is as its documentation says; the
-//! rows, pairs and splits that are named are among its. Keys, values and splits' parts are there when they are asked
-//! for, the warp that asks can see them, and nobody writes them before it is done.
+//! What is not a kernel is called in a launch whose parameter block, `p` or `self`, is as its documentation says. The
+//! rows, pairs and splits that are named are among the block's. Keys, values and splits' parts are there when they are
+//! asked for, the warp that asks can see them, and nobody writes them before it is done.
 
 mod by_dims;
 mod splits;
 mod warps;
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, mma, shared, thread, warp};
 
 use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
 use crate::linear::place_of;
@@ -69,7 +69,7 @@ pub struct Attend {
     pub cache: Cache,
     /// `[rows, q_heads, splits, 128]`: sums of values, each weighted by `exp2(score − maximum)`.
     pub sums: GlobalMut<f32>,
-    /// `[rows, q_heads, splits, 2]`: the maximum score (in powers of two) and the sum of weights.
+    /// `[rows, q_heads, splits, 2]`: the maximum score, as an exponent of two, and the sum of weights.
     pub scales: GlobalMut<f32>,
     /// `[rows, q_heads, 128]`, the result.
     pub out: GlobalMut<bf16>,
@@ -97,13 +97,13 @@ impl Attend {
         rows.div_ceil(Self::tile_rows(group))
     }
 
-    /// Keeps dimensions `d` and one on of a split's sums for a pair among all rows' heads, and with the first of them
-    /// its maximum and normaliser.
+    /// Writes dimensions `d` and `d + 1` of a split's sums for a pair, numbered among all rows' heads. With `d` = 0 it
+    /// also writes the maximum and the normaliser.
     ///
     /// # Safety
     /// The split is below [`splits`](Self::splits), and `d` is even. One lane alone has these dimensions of this part,
     /// and nobody reads it before they have synchronised.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn keep(&self, split: u32, pair: usize, d: u32, sum: [f32; 2], scale: [f32; 2]) {
         // SAFETY: the caller's word.
         unsafe {
@@ -116,11 +116,11 @@ impl Attend {
         }
     }
 
-    /// The same of four dimensions from `d` on, a multiple of 4.
+    /// [`keep`](Self::keep) for four dimensions from `d` on, a multiple of 4.
     ///
     /// # Safety
     /// As for [`keep`](Self::keep).
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn keep_four(&self, split: u32, pair: usize, d: u32, sums: [f32; 4], scale: [f32; 2]) {
         // SAFETY: the caller's word.
         unsafe {
@@ -132,33 +132,33 @@ impl Attend {
         }
     }
 
-    /// The sums of a split for a pair among all rows' heads.
+    /// The sums of a split for a pair, numbered among all rows' heads.
     ///
     /// # Safety
-    /// The split is below [`splits`](Self::splits). Who reads what is there has waited for all that [kept](Self::keep)
-    /// it.
-    #[inline(always)]
+    /// The split is below [`splits`](Self::splits). Whoever reads the sums has waited for all that [kept](Self::keep)
+    /// them.
+    #[device]
     pub(crate) unsafe fn part(&self, pair: usize, split: u32) -> Global<f32> {
         // SAFETY: the caller's word.
         unsafe { self.sums.read().at((pair * self.splits as usize + split as usize) * HEAD_DIM as usize) }
     }
 
-    /// Their maximum and normaliser.
+    /// The maximum and the normaliser of a split for a pair.
     ///
     /// # Safety
     /// As for [`part`](Self::part); what kept the split has been waited for.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn part_scale(&self, pair: usize, split: u32) -> [f32; 2] {
         // SAFETY: the caller's word.
         unsafe { self.scales.cast().load(pair * self.splits as usize + split as usize) }
     }
 
-    /// Puts dimensions `d` and one on of the results of a pair among all rows' heads; with `SLOTS` in the order of
-    /// [`slot`](crate::linear::slot).
+    /// Writes dimensions `d` and `d + 1` of the result of a pair, numbered among all rows' heads. With `SLOTS`
+    /// dimensions are in the order of [`slot`](crate::linear::slot).
     ///
     /// # Safety
     /// One lane alone has these dimensions of the pair, and `d` is even.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn put<const SLOTS: bool>(&self, pair: usize, d: u32, word: u32) {
         // SAFETY: the caller's word.
         unsafe { self.out.at(pair * HEAD_DIM as usize).cast().store(place_of::<SLOTS>(d) / 2, word) }
@@ -166,15 +166,16 @@ impl Attend {
 }
 
 /// `exp2(a − b)`, and 0 where `a` is the maximum of nothing.
-#[inline(always)]
+#[device]
 pub(crate) fn weight(a: f32, b: f32) -> f32 {
     if a == f32::NEG_INFINITY { 0.0 } else { math::exp2(a - b) }
 }
 
-/// What a warp found among its 32 keys. A lane holds parts of pairs `g` and `g + 8`, where `g = lane / 4`.
+/// A warp's result for its 32 keys. A lane holds parts of pairs `g` and `g + 8`, where `g = lane / 4`.
 #[derive(Clone, Copy)]
 pub(crate) struct WarpAttention {
-    /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and one on, for both pairs.
+    /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and the next, for both pairs,
+    /// where `t = lane % 4`.
     o: [[f32; 4]; TILES],
     /// The largest score of each pair.
     top: [f32; 2],
@@ -183,11 +184,11 @@ pub(crate) struct WarpAttention {
 }
 
 impl WarpAttention {
-    /// Of no keys.
+    /// The result for no keys.
     pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
-/// Division by a small number that is known once. Its value comes first.
+/// Division by a small number that is known once. The number comes first in memory.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Divisor {
@@ -196,15 +197,15 @@ pub(crate) struct Divisor {
 }
 
 impl Divisor {
-    /// By `value`, at most 256.
-    #[inline(always)]
+    /// Division by `value`, at most 256.
+    #[device]
     pub fn new(value: u32) -> Self {
         // At least 1, so that this cannot panic.
         Self { value, inverse: 65536 / value.max(1) + 1 }
     }
 
     /// `n / value` and the remainder, for `n` below `65536 / value`: the inverse is too large by less than `1 / n`.
-    #[inline(always)]
+    #[device]
     pub const fn divide(&self, n: u32) -> (u32, u32) {
         let quotient = (n * self.inverse) >> 16;
         (quotient, n - quotient * self.value)
@@ -227,25 +228,25 @@ pub(crate) struct Tile {
 
 impl Tile {
     /// First key of this warp.
-    #[inline(always)]
+    #[device]
     pub fn first_key(&self) -> u32 {
         self.split * SPLIT + self.warp_id * WARP_KEYS
     }
 
     /// The row of a pair.
-    #[inline(always)]
+    #[device]
     pub const fn row(&self, pair: u32) -> u32 {
         self.first_row + self.group.divide(pair).0
     }
 
-    /// The last key that a pair sees, where rows stand at their `position`: none, of a pair that is not there.
-    #[inline(always)]
+    /// The last key that a pair sees: the `position` of its row. It is -1, so none, for a pair that does not exist.
+    #[device]
     pub fn last_key(&self, pair: u32, position: impl Fn(u32) -> u32) -> i32 {
         if pair < self.pairs { position(self.row(pair)) as i32 } else { -1 }
     }
 
     /// The place of a pair among all rows' heads.
-    #[inline(always)]
+    #[device]
     pub const fn place(&self, p: &Attend, pair: u32) -> usize {
         let (row, head) = self.group.divide(pair);
         (self.first_row + row) as usize * p.q_heads as usize + (self.kv_head * self.group.value + head) as usize
@@ -255,24 +256,25 @@ impl Tile {
 /// The first keys of a warp's four tiles of eight.
 pub(crate) const TILE_KEYS: [u32; 4] = [0, 8, 16, 24];
 
-/// What a warp weighs the values of its 32 keys by, as a lane holds it.
+/// A lane's part of the softmax weights of a warp's 32 keys.
 #[derive(Clone, Copy)]
 pub(crate) struct SoftmaxWeights {
-    /// `exp2(score − top)` as A of the tensor core: of 16 keys, two tiles, and of the other 16.
+    /// `exp2(score − top)` as operand A of the tensor core: for the first 16 keys, which are two tiles, and for the
+    /// other 16.
     pub words: [[u32; 4]; 2],
     pub top: [f32; 2],
     pub norm: [f32; 2],
 }
 
 impl SoftmaxWeights {
-    /// Of no keys.
+    /// The weights of no keys.
     pub const NOTHING: Self = Self { words: [[0; 4]; 2], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
-/// Scores of a warp's 32 keys, of four tiles as the tensor core leaves them. `query(i, j)` gives four words of pair
-/// `g + 8 i`, the `w`-th of dimensions `32 j + 8 w + 2 t` and one on; `keys(i)` likewise, of dimensions from `32 i` on,
-/// of key `g` of each tile.
-#[inline(always)]
+/// Scores of a warp's 32 keys: four tiles of eight keys, as the tensor core leaves them. `query(i, j)` gives four words
+/// of pair `g + 8 i`; word `w` has dimensions `32 j + 8 w + 2 t` and the next. `keys(i)` gives the same four words for
+/// key `g` of each tile, of dimensions from `32 i` on.
+#[device]
 pub(crate) fn score_keys(
     query: impl Fn(usize, usize) -> [u32; 4],
     keys: impl Fn(usize) -> [[u32; 4]; 4],
@@ -285,21 +287,21 @@ pub(crate) fn score_keys(
     s
 }
 
-/// Where a lane's word of a query lies in a tile whose queries are stored as [`score_tiles`] takes them:
-/// `[32 dimensions][its first or second fragment][lane]`, 16 bytes each. The word has dimensions `2 · lane` and one
-/// on, below 64; those 64 further lie [`QUERY_HALF`] words on.
-#[inline(always)]
+/// Where a lane's word of a query lies in a tile whose queries are stored as [`score_tiles`] takes them: `[32
+/// dimensions][its first or second fragment][lane]`, 16 bytes each. The word has dimensions `2 · lane` and the next,
+/// below 64. The word with the dimensions 64 further lies [`QUERY_HALF`] words on.
+#[device]
 pub(crate) const fn query_word(pair: u32, lane: u32) -> u32 {
     let (j, m, x, t) = (lane / 16, lane % 16 / 8, lane % 8 / 4, lane % 4);
     ((2 * j + m) * 32 + pair % 8 * 4 + t) * 4 + 2 * x + pair / 8
 }
 
-/// See [`query_word`].
+/// Words from a query's word to the one with the dimensions 64 further: see [`query_word`].
 pub(crate) const QUERY_HALF: u32 = 4 * 32 * 4;
 
-/// [`score_keys`] of at most two tiles of pairs, and at most four of keys. `queries(tile, j)` gives A of the tensor
-/// core for the 16 dimensions from `32 j` on, and for the next 16.
-#[inline(always)]
+/// [`score_keys`] of at most two tiles of pairs, and at most four of keys. `queries(tile, j)` gives operand A of the
+/// tensor core for the 16 dimensions from `32 j` on, and for the next 16.
+#[device]
 pub(crate) fn score_tiles<const N: usize, const KEYS: usize>(
     queries: impl Fn(usize, usize) -> [[u32; 4]; 2],
     keys: impl Fn(usize) -> [[u32; 4]; KEYS],
@@ -319,14 +321,14 @@ pub(crate) fn score_tiles<const N: usize, const KEYS: usize>(
     s
 }
 
-/// What the tile's pairs weigh keys with these scores by. `position(row)` is where a row stands.
-#[inline(always)]
+/// The softmax weights of the tile's pairs for keys with the scores `s`. `position(row)` is a row's position.
+#[device]
 pub(crate) fn weigh(p: &Attend, tile: &Tile, position: impl Fn(u32) -> u32, s: [[f32; 4]; 4]) -> SoftmaxWeights {
     weigh_some::<2>(p, tile, position, s)
 }
 
 /// [`weigh`] of a tile of at most `8 · HALVES` pairs.
-#[inline(always)]
+#[device]
 pub(crate) fn weigh_some<const HALVES: usize>(
     p: &Attend,
     tile: &Tile,
@@ -341,8 +343,8 @@ pub(crate) fn weigh_some<const HALVES: usize>(
 }
 
 /// [`weigh_some`] of `N` windows of 32 keys, four at most, which follow each other from key `first` on. A lane's two
-/// pairs see keys up to `last`. What is done with one window fills the latencies of the others.
-#[inline(always)]
+/// pairs see keys up to `last`. Work on one window fills the latencies of the others.
+#[device]
 pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
     p: &Attend,
     first: u32,
@@ -375,7 +377,7 @@ pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
     unroll!(W < N of 4; {
         unroll!(I < HALVES of 2; {
             tops[W][I] *= scale;
-            // Of no keys all weights are 0.
+            // Without keys all weights are 0.
             offsets[W][I] = if tops[W][I] == f32::NEG_INFINITY { 0.0 } else { -tops[W][I] };
         });
     });
@@ -406,17 +408,17 @@ pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
     weights
 }
 
-/// The values of these keys, so weighed. `values(i)` gives, for four `n` from `4 i` on, dimension `8 n + g` of keys
-/// `8 j + 2 t` and one on, in word `j`.
-#[inline(always)]
+/// The weighted sums of a warp's values. `values(i)` gives, for the four `n` from `4 i` on, dimension `8 n + g` of keys
+/// `8 j + 2 t` and the next, in word `j`.
+#[device]
 pub(crate) fn add_values(weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> WarpAttention {
     let mut found = WarpAttention { top: weights.top, norm: weights.norm, ..WarpAttention::NOTHING };
     add_values_each(weights, values, |n, o| found.o[n] = o);
     found
 }
 
-/// [`add_values`], tile by tile: `take(n, o)` gets the weighted sums of dimensions `8n + 2t` and one on.
-#[inline(always)]
+/// [`add_values`], tile by tile: `take(n, o)` gets the weighted sums of dimensions `8n + 2t` and the next.
+#[device]
 pub(crate) fn add_values_each(
     weights: &SoftmaxWeights,
     values: impl Fn(usize) -> [[u32; 4]; 4],
@@ -430,14 +432,14 @@ pub(crate) fn add_values_each(
     });
 }
 
-/// A lane's part of a warp's keys in shared memory, as [`score_tiles`] wants them: of keys `0..=last`, whose rows begin
-/// at byte `first` and lie so. Beyond them, the last again.
+/// A lane's part of a warp's keys in shared memory, as [`score_tiles`] takes them. There are keys `0..=last`, whose
+/// rows begin at byte `first` and lie as `layout` says. Keys beyond `last` are replaced by it.
 ///
 /// # Safety
 /// All lanes of a warp call this, and what it returns, with the same arguments but for their `lane`; `last` is below
 /// 32. The rows are in dynamic shared memory, `first` is a multiple of 16, and nobody writes them until the last call
 /// is done.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn keys_from(
     layout: PageLayout,
     first: u32,
@@ -453,19 +455,19 @@ pub(crate) unsafe fn keys_from(
     }
 }
 
-/// Which eight dimensions of a key a lane gives the address of, for the 32 from `32 i` on: of all keys of a tile, the
-/// `lane % 8`-th.
-#[inline(always)]
+/// Which eight dimensions, of the 32 from `32 i` on, a lane gives `ldmatrix` the address of. The lane gives those of
+/// key `lane % 8` of a tile.
+#[device]
 pub(crate) const fn key_chunk(i: usize, lane: u32) -> u32 {
     4 * i as u32 + lane / 8
 }
 
-/// A lane's part of a warp's values in shared memory, as [`add_values`] wants them: of keys `0..=last`, whose rows
-/// begin at byte `first` and lie so. Beyond them, the last again.
+/// A lane's part of a warp's values in shared memory, as [`add_values`] takes them. There are values of keys
+/// `0..=last`, whose rows begin at byte `first` and lie as `layout` says. Keys beyond `last` are replaced by it.
 ///
 /// # Safety
 /// As for [`keys_from`].
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn values_from(
     layout: PageLayout,
     first: u32,
@@ -477,13 +479,13 @@ pub(crate) unsafe fn values_from(
     move |i| [0, 1, 2, 3].map(|j| eight(4 * i as u32 + j))
 }
 
-/// A lane's part of a warp's values in shared memory, eight dimensions from `8 n` on for each `n`. The lane's own is
-/// that of token `key`, where rows begin at byte `first` and lie so.
+/// A lane's part of a warp's values in shared memory, in the eight dimensions from `8 n` on, for any `n`. The lane
+/// gives the address of the row of token `key`; rows begin at byte `first` and lie as `layout` says.
 ///
 /// # Safety
 /// All lanes of a warp call this, and what it returns, with the same `n`, below 16. Every lane's row is in dynamic
 /// shared memory, whole and at a multiple of 16 bytes, and nobody writes it until the last call is done.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn eight_values(layout: PageLayout, first: u32, key: u32) -> impl Fn(u32) -> [u32; 4] {
     move |n| {
         // SAFETY: the caller's word: eight dimensions of a row that is there.
@@ -491,7 +493,7 @@ pub(crate) unsafe fn eight_values(layout: PageLayout, first: u32, key: u32) -> i
     }
 }
 
-/// Attention of one tile of pairs over one split of the keys: tiles are cut from the first row on.
+/// Attention of one tile of pairs over one split of the keys. Tiles are cut from the first row on.
 #[kernel(threads = 256)]
 pub unsafe fn attend(p: Attend) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -519,7 +521,7 @@ pub struct AttendTiles {
     pub tiles: Global<u32>,
 }
 
-/// The same for rows of many sequences, over tiles from a list.
+/// [`attend`] for rows of many sequences, whose tiles come from a list.
 #[kernel(threads = 256)]
 pub unsafe fn attend_tiles(p: AttendTiles) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -534,7 +536,7 @@ pub unsafe fn attend_tiles(p: AttendTiles) {
 /// # Safety
 /// The whole block calls it, with [`Attend::SHARED_BYTES`] from the first byte of shared memory on. There are `rows`
 /// rows, at least one and at most [`Attend::tile_rows`], of one sequence and at ascending positions.
-#[inline(always)]
+#[device]
 unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -570,7 +572,7 @@ unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {
             };
             let keys = p.cache.key(sequence, key0, tile.kv_head);
             let values = p.cache.value(sequence, key0, tile.kv_head);
-            // The warp's first key is a multiple of 32, so that its `k`-th stands where position `k` would.
+            // The warp's first key is a multiple of 32, so its `k`-th key is swizzled as the key of position `k` is.
             let row = |k: u32, d: u32| (k * HEAD_DIM + place(k, d)) as usize;
             // A key beyond the last row's is masked; the cache there is zeroed or stale, never unmapped: a
             // page holds 64 keys, and the warp's 32 never cross one.

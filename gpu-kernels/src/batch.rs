@@ -1,11 +1,11 @@
-//! What a step of many sequences needs besides the kernels of the forward pass: page tables and uses of tokens that
-//! change, rows whose logits are wanted, and pages that move.
+//! What a step of many sequences needs besides the kernels of the forward pass: updates of page tables and of counts of
+//! token uses, the gathering of rows whose logits are wanted, and moves of pages.
 //!
-//! What changes from step to step comes in one piece of memory, written by the host: lists, of which these kernels take
-//! one each.
+//! The host writes what changes from step to step into one piece of memory, as lists. Each of these kernels takes one
+//! of the lists.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, thread};
 
 use crate::linear::{N_TILE, slot};
 use crate::norm::Residual;
@@ -14,13 +14,13 @@ use crate::step::NO_TOKEN;
 
 const THREADS: u32 = 256;
 
-/// Blocks that give each of `items` a thread.
+/// The number of blocks that gives each of `items` a thread.
 pub const fn blocks(items: usize) -> u32 {
     (items as u32).div_ceil(THREADS)
 }
 
 /// The number of this thread in its grid.
-#[inline(always)]
+#[device]
 fn index() -> u32 {
     thread::block_idx_x() * THREADS + thread::thread_idx_x()
 }
@@ -29,7 +29,7 @@ fn index() -> u32 {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Put {
-    /// `[count, 2]`: a place in `to`, and what to put there. No place twice.
+    /// `[count, 2]`: an index into `to`, and the word to store there. No index occurs twice.
     pub entries: Global<u32>,
     /// Changed.
     pub to: GlobalMut<u32>,
@@ -37,7 +37,7 @@ pub struct Put {
     pub count: u32,
 }
 
-/// Puts words in their places: page tables, uses of tokens.
+/// Stores words at the given indices of a page table or of the counts of token uses.
 #[kernel(threads = 256)]
 pub unsafe fn put_words(p: Put) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -54,7 +54,7 @@ pub unsafe fn put_words(p: Put) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ClearRows {
-    /// `[rows]` which, each once.
+    /// `[rows]` indices of the rows to clear, each once.
     pub rows: Global<u32>,
     /// `[any, len]`.
     pub of: GlobalMut<u32>,
@@ -79,10 +79,10 @@ pub unsafe fn clear_rows(p: ClearRows) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TakeTokens {
-    /// `[count, 3]`: a row, the choice of the step before that is its token, and which row of `uses` counts it, or
-    /// [`TakeTokens::NOWHERE`]. No row twice.
+    /// `[count, 3]`: a row; the index in `sampled` of its token; and the row of `uses` that counts the token, or
+    /// [`TakeTokens::NOWHERE`]. No row occurs twice.
     pub entries: Global<u32>,
-    /// `[choices]` of the step before.
+    /// `[choices]` the tokens that the step before has chosen.
     pub sampled: Global<u32>,
     /// `[rows]`, changed.
     pub tokens: GlobalMut<u32>,
@@ -95,11 +95,11 @@ pub struct TakeTokens {
 }
 
 impl TakeTokens {
-    /// Nobody counts it.
+    /// In place of a row of `uses`: the token is not counted.
     pub const NOWHERE: u32 = u32::MAX;
 }
 
-/// Rows of tokens that the host does not know yet.
+/// Fills in the tokens of rows whose token the host does not know yet: the step before has chosen it.
 #[kernel(threads = 256)]
 pub unsafe fn take_tokens(p: TakeTokens) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -108,7 +108,7 @@ pub unsafe fn take_tokens(p: TakeTokens) {
         if i < p.count {
             let entry = p.entries.at(3 * i as usize);
             let token = p.sampled.load(entry.load(1) as usize);
-            // A row without a token runs for nothing: the host ends its sequence as soon as it knows.
+            // If there is no token, the row runs for nothing: the host ends its sequence as soon as it knows.
             p.tokens.store(entry.load(0) as usize, if token == NO_TOKEN { 0 } else { token });
             let slot = entry.load(2);
             if slot != TakeTokens::NOWHERE && token != NO_TOKEN {
@@ -125,7 +125,7 @@ pub unsafe fn take_tokens(p: TakeTokens) {
 pub struct TakeBest {
     /// `[rows]` the [rank](crate::sample::rank) of the best token after each row.
     pub best: Global<u64>,
-    /// `[count, Choice::WORDS]`: whose rows count.
+    /// `[count, Choice::WORDS]`: the choices, of which only the row is read.
     pub choices: Global<u32>,
     /// `[count]` the best tokens, or [`NO_TOKEN`].
     pub sampled: GlobalMut<u32>,
@@ -133,7 +133,7 @@ pub struct TakeBest {
     pub count: u32,
 }
 
-/// Chooses the best tokens, where a pass has found them.
+/// Stores the best token of each choice, for a pass that has left the ranks of the best tokens.
 #[kernel(threads = 256)]
 pub unsafe fn take_best(p: TakeBest) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -150,7 +150,7 @@ pub unsafe fn take_best(p: TakeBest) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PickRows {
-    /// `[picks]` rows of the source; null for those from `first` on.
+    /// `[picks]` rows of the source; null for consecutive rows from `first` on.
     pub rows: Global<u32>,
     /// The first row, where there is no list.
     pub first: u32,
@@ -158,11 +158,11 @@ pub struct PickRows {
     pub scaled: Global<bf16>,
     /// `[any, dim / N_TILE]`: the source's [`Residual::squares`].
     pub squares: Global<f32>,
-    /// Its rows from 0 on are what was picked, without [`Residual::x`].
+    /// Its rows from 0 on receive what is picked. [`Residual::x`] is not written.
     pub to: Residual,
 }
 
-/// Gathers what the head reads of some rows of a pass over many, each element where it belongs.
+/// Gathers what the head reads of some rows of a larger pass, and puts their elements into natural order.
 #[kernel(threads = 256)]
 pub unsafe fn pick_rows(p: PickRows) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -171,7 +171,7 @@ pub unsafe fn pick_rows(p: PickRows) {
         let row = if p.rows.is_null() { p.first as usize + pick } else { p.rows.load(pick) as usize };
         let (dim, n_tiles) = (p.to.dim, p.to.dim / N_TILE);
         let (from, to) = (p.scaled.at(row * dim as usize).cast::<u32>(), p.to.scaled.at(pick * dim as usize).cast());
-        // In pairs.
+        // Two elements at a time.
         let mut i = thread::thread_idx_x();
         while i < dim / 2 {
             to.store(i as usize, from.load(slot(2 * i) as usize / 2));
@@ -200,17 +200,17 @@ pub struct PageRecords {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct ListRecords {
-    /// `[moves, 2]`: a page, and the page that it becomes.
+    /// `[moves, 2]`: a source page, and the destination page that it becomes.
     pub moves: Global<u32>,
-    /// Where pages come from.
+    /// Where the records of source pages are.
     pub from: PageRecords,
-    /// Where they go.
+    /// Where the records of destination pages are.
     pub to: PageRecords,
-    /// `[moves · layers · records]` numbers of records: what [`token_copy`](crate::token_copy) reads.
+    /// `[moves · layers · records]` numbers of the records that [`token_copy`](crate::token_copy) reads.
     pub src: GlobalMut<i32>,
-    /// As long: and where it writes.
+    /// As long: numbers of the records that it writes.
     pub dst: GlobalMut<i32>,
-    /// Pages.
+    /// Pages that move.
     pub moves_count: u32,
     /// Layers.
     pub layers: u32,

@@ -1,9 +1,9 @@
-//! A step of many sequences in one launch: the bits of [`linear`](crate::linear) and [`attention`](crate::attention),
-//! on Hopper's `wgmma`.
+//! A decode step of many sequences in one launch, on Hopper's `wgmma`. It gives the bits of [`linear`](crate::linear)
+//! and [`attention`](crate::attention).
 //!
 //! As in the [decode kernel](crate::decode), memory is read without a pause: weights, and keys and values of earlier
-//! steps, depend on nothing that a step does. Here the step is a list of [phases](Phase) in memory, and between two of
-//! them all blocks wait at a grid barrier:
+//! steps, depend on nothing that a step does. The step is a list of [phases](Phase) in memory. Between two phases all
+//! blocks wait at a grid barrier:
 //!
 //! ```text
 //! warp 8         weights: 64 inputs of 8 N-tiles; pages of keys and values ──bulk copies──► ring of stages of 16 KiB
@@ -12,30 +12,32 @@
 //! warps 0 to 7   consumers: MMAs and epilogues; they wait at the grid barriers
 //! ```
 //!
-//! Warp 8 passes every grid barrier without stopping; the other producers wait for what they bring.
+//! Warp 8 passes every grid barrier without stopping. The other producers wait there: what they bring is written in the
+//! phases before.
 //!
 //! # GEMMs
-//! A block takes 128 output features (a *tile*: 8 N-tiles) × `ROWS` = 64, 96 or 128 rows at a time; of codes 64 or 128,
-//! of packed weights 64. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with both from
-//! shared memory: weights as core matrices, as they lie in a chunk of the [decode kernel](crate::decode), activations
-//! swizzled. With 64 rows, and of codes with 128 too, weights go through registers, so that a stage is free before it
-//! is multiplied. The epilogue is in registers.
+//! A block takes tiles of 128 output features (8 N-tiles) × `ROWS` rows. `ROWS` is 64, 96 or 128; with codes 64 or 128;
+//! with packed weights 64. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with both
+//! operands in shared memory: weights as core matrices, as they lie in a chunk of the [decode kernel](crate::decode),
+//! activations swizzled. With 64 rows, and with codes also with 128, weights go through registers, so that a stage is
+//! released before it is multiplied. The epilogue works in registers.
 //!
-//! In [`linear`](crate::linear) warp `w` of 4 adds up the slices `w, w + 4, …` in the tensor core, and the warps'
-//! split-K partials are added from first to last. Here one warpgroup makes the same split-K partials one after another:
-//! all slices of split-K index 0, then of index 1, …, and adds each finished split-K partial to its totals. On Hopper
-//! `wgmma` and `mma.sync` give the same bits for the same 16 products (measured: 4 × 4,096 sums of 4,096 products,
-//! plain, of equal sign and spread over 24 binary orders; and the order within the 16 does not matter). Which 16 inputs
-//! an instruction takes follows from `linear`'s loads of 16 bytes; activations are kept in that order, see
-//! [`slot`](crate::linear::slot).
+//! In [`linear`](crate::linear), warp `w` of 4 adds up the slices `w, w + 4, …` in the tensor core, and the warps'
+//! split-K partials are added from first to last. Here one warpgroup computes the same split-K partials one after
+//! another: all slices of split-K index 0, then of index 1, and so on. It adds each finished split-K partial to its
+//! totals. On Hopper `wgmma` and `mma.sync` give the same bits for the same 16 products. (Measured: 4 × 4,096 sums of
+//! 4,096 products, plain, of equal sign and spread over 24 binary orders; the order within the 16 does not matter.)
+//! `linear` loads 16 bytes at a time, which determines the 16 inputs of an instruction. Activations are kept in that
+//! order: see [`slot`](crate::linear::slot).
 //!
-//! Whole rounds of tiles, one a block, run like that. What is left is split along K into two or four parts a tile,
-//! where that pays ([`Share`]). Each part finishes its own share of the rows: it gives the other parts its split-K
-//! partials of their rows, and adds up those of its own rows, in order. Two parts are the two blocks of a cluster, and
-//! send them into each other's shared memory (`peer.rs`); four leave them in memory, which L2 holds.
+//! Full waves of tiles, one tile a block, run like that. The tiles that are left are split along K into two or four
+//! parts each, where that pays ([`Share`]). Each part finishes its own share of the rows. It gives the other parts its
+//! split-K partials of their rows, and adds up those of its own rows, in order. Two parts are the two blocks of a
+//! cluster, which send partials into each other's shared memory (`peer.rs`). Four parts exchange them through global
+//! memory, which L2 holds.
 //!
 //! # Attention
-//! `attention.rs` says what an item is, and `tile_scheduler.rs` how items fall to blocks.
+//! `attention.rs` says what an item is, and `tile_scheduler.rs` how items are assigned to blocks.
 //!
 //! # Safety
 //! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS), the
@@ -43,7 +45,7 @@
 //! parameter block. Memory is as it says, a `phase` is one of its phases, and nobody but this launch writes there, or
 //! reads what the launch writes, until it ends. The blocks wait for each other: all of them run at once.
 
-/// Four accumulators from this one on, got or set: a lane's sums of a group of eight rows.
+/// Reads or sets four accumulators from `$first` on: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
     ($first:expr) => {
         [
@@ -62,7 +64,7 @@ macro_rules! accumulators {
     }};
 }
 
-/// A field of a phase, read where it is wanted: kept, it would take a register.
+/// Reads a field of a phase where it is needed: a kept copy would take a register.
 macro_rules! field {
     ($phase:expr, $name:ident: $t:ty) => {
         $phase.cast::<u8>().at(core::mem::offset_of!(Phase, $name)).cast::<$t>().load_nc(0)
@@ -93,7 +95,7 @@ use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster;
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, GlobalMut, bf16, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, device, thread, warp, wgmma};
 
 use crate::attention::Attend;
 use crate::embedding::embed_elements;
@@ -109,58 +111,58 @@ use crate::workspace::Workspace;
 pub const MAX_BATCHED_ROWS: u32 = 512;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
-/// Blocks of a cluster. The two parts of a split tile are those of one cluster.
+/// Blocks of a cluster. If a tile is split into two parts, they are the two blocks of one cluster.
 pub const CLUSTER: u32 = 2;
 /// N-tiles of a tile.
 pub const TILE_N_TILES: u32 = TOGETHER;
 
 /// Split-K partials of an output: number `i` is the sum over the K-slices whose number is `i` modulo this.
 const K_SPLITS: u32 = K_PARTIALS;
-/// Words of the grid barrier's counters, then those of attention's pool, then those of the rows' factors.
+/// Words of the grid barrier's counters, of attention's pool, and of the rows' factors, in this order.
 const GRID_BARRIER_WORDS: u32 = 4 + 2 * MAX_BATCHED_ROWS;
-/// Warps that consume.
+/// Consumer warps.
 const WARPS: u32 = 8;
 const CONSUMERS: u32 = WARPS * 32;
-/// Registers of a lane once warpgroups know what they are.
+/// Registers of a lane, after the warpgroups have given or taken some.
 const CONSUMER_REGISTERS: u32 = 208;
 const PRODUCER_REGISTERS: u32 = 88;
-// A block shares out what it was launched with: 168 a lane. Asking for more waits forever.
+// A block shares out the registers that it was launched with, 168 a lane. Asking for more would wait forever.
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
 const WEIGHT_BYTES: u32 = TILE_N_TILES * SLICE_BYTES;
-/// A warp's items of attention, 32 at a time.
+/// Bytes of the items of attention that a warp looks up at a time: 32.
 const ITEMS_BYTES: u32 = 32 * 32;
-/// Where all consumers synchronise; the warpgroups have barriers 1 and 2.
+/// The named barrier of all consumers; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
 
-/// The shared memory of a block for `ROWS` rows a tile.
+/// Layout of a block's shared memory, with `ROWS` rows a tile.
 struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
-    /// Activations of GEMMs.
+    /// The ring of activations of GEMMs.
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
-    /// What attention reduces in: the end of that memory. Activations are asked for when all blocks are done with the
-    /// phase before.
+    /// Where attention reduces: the end of that ring's memory. A producer loads activations only when all blocks are
+    /// done with the phase before, so the two do not collide.
     const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
-    /// Items of attention that a warp has looked up, with how their pages lie.
+    /// Items of attention that a warp has looked up, with the forms of their pages.
     const ITEMS: u32 = Self::SCRATCH - ITEMS_BYTES;
-    /// Items of attention, in the stages before.
+    /// The ring of items of attention, in the stages of the activations before `ITEMS`.
     const ITEM_RING: Shape =
         Shape { stages: Self::ITEMS / Self::ROW_RING.bytes, barriers: Self::ROW_RING.end(), ..Self::ROW_RING };
-    /// What one producer tells another of attention's pool.
+    /// The ring of messages that one producer sends another about attention's pool.
     const MESSAGES: Shape = pool::messages(Self::ITEM_RING.end().next_multiple_of(16));
-    /// Weights, or pages.
+    /// The ring of weights, or of pages.
     const RING: Shape = Shape::new(Self::MESSAGES.end().next_multiple_of(128), Self::STAGES, WEIGHT_BYTES);
     const STAGES: u32 = if ROWS == 64 { 10 } else { 8 };
-    /// A barrier that says that the rows' factors are there.
+    /// Where the barrier lies that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
-    /// A barrier that says that the block's share of attention is known, then that share.
+    /// Where the barrier lies that says that the block's share of attention is known; that share lies behind it.
     const SCHEDULED: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
     /// The rows' factors.
     const FACTORS: u32 = Self::SCHEDULED + 32;
-    /// What the block knows of each row's best token, of one tile of rows: see `outputs.rs`.
+    /// The best token that the block knows of for each row, of one tile of rows: see `outputs.rs`.
     const BEST: u32 = Self::FACTORS + MAX_BATCHED_ROWS * 4;
-    /// Barriers of what the other block of the cluster sends: see `peer.rs`.
+    /// Barriers for what the other block of the cluster sends: see `peer.rs`.
     const PEER: u32 = Self::BEST + ROWS * 4;
     const BYTES: u32 = Self::PEER + peer::BARRIERS * 8;
 
@@ -176,89 +178,90 @@ impl<const ROWS: u32> Memory<ROWS> {
         unsafe { Barrier::at(shared::dynamic(Self::SCHEDULED)) }
     }
 
-    /// That share.
+    /// The block's share of attention.
     ///
     /// # Safety
-    /// It is written before [`scheduled`](Self::scheduled) says so, and read behind that.
+    /// It is written before [`scheduled`](Self::scheduled) says so, and read after that.
     unsafe fn assignment() -> Shared<u32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(Self::SCHEDULED + 16) }
     }
 
-    /// Where the warp that describes items keeps what it has looked up.
+    /// Where the warp that describes items keeps those that it has looked up.
     ///
     /// # Safety
-    /// One warp uses it, in a phase of attention: in others activations come there.
+    /// One warp uses it, in a phase of attention: in other phases activations come there.
     unsafe fn items() -> Shared<u32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(Self::ITEMS) }
     }
 }
 
-// An item of attention has keys and values of four pages in the ring at once.
+// The keys and values of an item of attention, four pages each, are in the ring at once.
 const _: () =
     assert!(Memory::<64>::RING.stages >= 8 && Memory::<96>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
-// What a block of an H100 may have.
+// A block of an H100 has at most this much.
 const _: () =
     assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 
-/// Parameters of [`batched_64`], [`batched_96`], [`batched_128`], of whatever weights. Cooperative; grid: at most one
-/// block an SM, whole clusters. Shared memory: [`BatchedStep::shared_bytes`].
+/// Parameters of [`batched_64`], [`batched_96`], [`batched_128`], and of their variants for other weights. Cooperative.
+/// Grid: at most one block an SM, in whole clusters. Shared memory: [`BatchedStep::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct BatchedStep {
-    /// What every whole step has. Activations are in the order of [`slot`](crate::linear::slot).
+    /// The part that every whole-step kernel has. Activations are in the order of [`slot`](crate::linear::slot).
     pub work: Workspace,
-    /// What to do, in order.
+    /// The phases, in order.
     pub phases: Global<Phase>,
-    /// How many.
+    /// Number of phases.
     pub phase_count: u32,
     /// Blocks that the weights were [laid out](crate::stream::lay_out) for.
     pub blocks: u32,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
-    /// The same, packed: of the kernels that read them so.
+    /// The weights packed, for the kernels that read them packed.
     pub lossless: Lossless,
-    /// How TMA reads packed weights or [codes](crate::weights::quantized), a stage at a time: of the kernels that read
-    /// them.
+    /// The tensor map of packed weights or [codes](crate::weights::quantized), whose boxes are stages: for the kernels
+    /// that read them.
     pub boxes: Global<TensorMap>,
-    /// `[tile_count, 2]`: the first row of a tile and how many; they are of one sequence, at ascending positions, and
-    /// at most [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its tiles. 8-byte aligned.
+    /// `[tile_count, 2]`: the first row of a tile, and its number of rows. The rows of a tile are of one sequence, at
+    /// ascending positions, and at most [`Attend::tile_rows`]. A sequence's rows follow each other, and so do its
+    /// tiles. 8-byte aligned.
     pub tiles: Global<u32>,
-    /// `[pages]`: 1 for a page that was [packed](crate::packed), of which no row of this step has its token; 0 for
-    /// others.
+    /// `[pages]`: 1 for a page that is [packed](crate::packed), 0 for others. No row of this step has its token in a
+    /// packed page.
     pub packed: Global<u32>,
-    /// [`BatchedStep::items_len`] words: what a block has to attend to.
+    /// [`BatchedStep::items_len`] words, for the items of attention.
     pub items: GlobalMut<u32>,
-    /// `[blocks, 4]` what falls to each block in attention, or to each warp of [`attend_batch`], if steps of the same
-    /// rows are done phase by phase; null otherwise.
+    /// `[blocks, 4]`: the share of each block in attention; for [`attend_batch`], that of each warp. Needed where the
+    /// phases of a step are launches of their own; null otherwise.
     pub assignments: GlobalMut<u32>,
     /// [`BatchedStep::partial_len`] elements, for split-K partials of split tiles.
     pub partials: GlobalMut<f32>,
     /// [`BatchedStep::arrivals_len`] words, zero before and after.
     pub arrivals: GlobalMut<u32>,
-    /// `[MAX_BATCHED_ROWS]` the [rank](crate::sample::rank) of each row's best token, which is what `Best` finds; null
-    /// where that is no phase. It is zeroed for that, unless `Best` is the first phase: then it is zero by then, as
-    /// every other launch leaves it that has this.
+    /// `[MAX_BATCHED_ROWS]`: the [rank](crate::sample::rank) of each row's best token, which `Best` computes; null
+    /// where no phase is `Best`. The launch zeroes it first, unless its first phase is `Best`. Then it is zero already:
+    /// every other launch that has it leaves it so.
     pub best: GlobalMut<u64>,
-    /// `[blocks, phases]`: when a block was done with a phase, by [`thread::global_timer`]; null when nobody asks.
+    /// `[blocks, phases]`: when a block finished each phase, by [`thread::global_timer`]; null when nobody asks.
     pub trace: GlobalMut<u64>,
-    /// How many tiles there are.
+    /// Number of `tiles`.
     pub tile_count: u32,
-    /// 1 if [`assignments`](Self::assignments) and [`items`](Self::items) were left by a launch before with the same
-    /// rows.
+    /// 1 if an earlier launch with the same rows has left [`assignments`](Self::assignments) and
+    /// [`items`](Self::items).
     pub is_scheduled: u32,
 }
 
 impl BatchedStep {
     /// Dynamic shared memory of [`attend_batch`].
     pub const ATTEND_SHARED_BYTES: u32 = alone::SHARED_BYTES;
-    /// Query heads of a key-value head that [`attend_batch`] takes at most.
+    /// Most query heads of a key-value head in [`attend_batch`].
     pub const ATTEND_PAIRS: u32 = alone::PAIRS;
     /// Warps of a CTA of [`attend_batch`].
     pub const ATTEND_WARPS: u32 = alone::WARPS;
 
-    /// Dynamic shared memory of a block of the kernel for `rows` = 64, 96 or 128 rows a tile.
+    /// Bytes of dynamic shared memory of a block of the kernel for `rows` = 64, 96 or 128 rows a tile.
     #[must_use]
     pub const fn shared_bytes(rows: u32) -> u32 {
         match rows {
@@ -272,11 +275,11 @@ impl BatchedStep {
     /// `grid` blocks.
     #[must_use]
     pub const fn partial_len(rows: u32, grid: u32) -> usize {
-        // Fewer tiles than blocks are split, and only where that shortens the round.
+        // Fewer tiles than blocks are left to split, and they are split only where that shortens the last wave.
         let mut most = 0;
         let mut tiles = 1;
         while tiles < grid {
-            // Long rows are split the most.
+            // The larger K is, the more parts a tile has: this is the most.
             let share = Share::new(tiles, rows, grid, 1 << 20);
             if share.shift == 2 && tiles * K_SPLITS > most {
                 most = tiles * K_SPLITS;
@@ -286,64 +289,64 @@ impl BatchedStep {
         (most * 2 * 64 * rows) as usize
     }
 
-    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks: for both halves of each tile that may be
-    /// split, how many parts' split-K partials are there, in two sets that GEMMs use in turn; then the grid barriers'
-    /// counters, and how many blocks are done; two words of attention's pool; then two words of each row's norm factor;
-    /// then for each row and query head, how many splits of attention are there.
+    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks. In order: for both halves of each tile that
+    /// may be split, how many parts have left their split-K partials, in two sets that GEMMs use in turn; the grid
+    /// barrier's counter, and how many blocks are done; two words of attention's pool; two words of each row's norm
+    /// factor; for each row and query head, how many splits of attention are in memory.
     #[must_use]
     pub const fn arrivals_len(grid: u32, q_heads: u32) -> usize {
         4 * grid as usize + (GRID_BARRIER_WORDS + MAX_BATCHED_ROWS * q_heads) as usize
     }
 
-    /// Words of [`items`](Self::items) for so many tiles of so many splits at most.
+    /// Words of [`items`](Self::items) for `tiles` tiles that have at most `splits` splits each.
     #[must_use]
     pub const fn items_len(tiles: usize, kv_heads: usize, splits: usize) -> usize {
         tiles * kv_heads * splits * tile_scheduler::ITEM_WORDS as usize
     }
 
-    /// The grid barriers' counters. Found again wherever it is wanted: over the phases it would take registers.
-    #[inline(always)]
+    /// The grid barrier's counters. Recomputed wherever it is needed: kept over the phases, it would take registers.
+    #[device]
     unsafe fn grid_barriers(&self) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
         unsafe { self.arrivals.at(4 * thread::opaque(thread::grid_dim_x()) as usize) }
     }
 
-    /// How many items of attention's pool have been asked for in this step, and how many blocks have put their part of
-    /// them.
-    #[inline(always)]
+    /// Two counters of attention's pool: how many items have been asked for in this step, and how many blocks have
+    /// written their part of the pool's items.
+    #[device]
     unsafe fn pool_words(&self) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
         unsafe { self.grid_barriers().at(2) }
     }
 
-    /// Each row's norm factor.
-    #[inline(always)]
+    /// The words of each row's norm factor.
+    #[device]
     unsafe fn factor_words(&self) -> GlobalMut<u64> {
         // SAFETY: the caller's word.
         unsafe { self.grid_barriers().at(4).cast() }
     }
 
-    /// How many splits are there of each row and query head, of those that several blocks have.
-    #[inline(always)]
+    /// For each row and query head whose splits several blocks have, how many of them are in memory.
+    #[device]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
         unsafe { self.arrivals.at((4 * thread::grid_dim_x() + GRID_BARRIER_WORDS) as usize) }
     }
 
-    /// How many parts' split-K partials are there of each split tile's halves, in the GEMMs whose number is even, or
-    /// odd.
-    #[inline(always)]
+    /// For each half of a split tile, how many parts have left their split-K partials. GEMMs with even and `odd`
+    /// numbers have a set each.
+    #[device]
     unsafe fn part_arrivals(&self, odd: u32) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
         unsafe { self.arrivals.at((odd * 2 * thread::grid_dim_x()) as usize) }
     }
 
-    /// Block 0 zeroes [`best`](Self::best), with so many threads.
+    /// Block 0 zeroes [`best`](Self::best), with `threads` threads.
     ///
     /// # Safety
     /// [`best`](Self::best) is not null. The first `threads` threads of block 0 call it, each once, before a barrier of
     /// the grid or the launch's end stands between it and those that use it.
-    #[inline(always)]
+    #[device]
     unsafe fn zero_best(&self, threads: u32) {
         if thread::block_idx_x() == 0 {
             let mut row = thread::thread_idx_x();
@@ -355,12 +358,12 @@ impl BatchedStep {
         }
     }
 
-    /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. What it copies
-    /// afterwards is that, too.
+    /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. Its later copies
+    /// by TMA see that, too.
     ///
     /// # Safety
     /// `phase` is a phase's number, or how many there are. Blocks arrive at the barrier behind each of their phases.
-    #[inline(always)]
+    #[device]
     unsafe fn wait_for(&self, phase: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -369,11 +372,12 @@ impl BatchedStep {
         }
     }
 
-    /// A warp waits so; its first lane sees what they wrote.
+    /// A warp [waits](Self::wait_for) until all blocks have done the phases before `phase`. Its first lane sees what
+    /// they wrote.
     ///
     /// # Safety
     /// As for [`wait_for`](Self::wait_for); all lanes of the warp call it.
-    #[inline(always)]
+    #[device]
     unsafe fn grid_barrier(&self, phase: u32) {
         if thread::lane_id() == 0 {
             // SAFETY: the caller's word.
@@ -382,11 +386,11 @@ impl BatchedStep {
         warp::sync_warp();
     }
 
-    /// What keys and values of a layer are made from, and where they go.
+    /// What a layer's keys and values are made from, and where they go.
     ///
     /// # Safety
     /// The phase is one of attention.
-    #[inline(always)]
+    #[device]
     unsafe fn split_heads(&self, phase: Global<Phase>) -> SplitHeads {
         // SAFETY: the caller's word.
         let (k_norm, pages) = unsafe { (field!(phase, key_norm: Global<bf16>), field!(phase, pages: GlobalMut<bf16>)) };
@@ -394,10 +398,10 @@ impl BatchedStep {
     }
 }
 
-/// Where the consumers stand in their rings.
+/// The consumers' positions in their rings.
 #[derive(Clone, Copy)]
 pub(crate) struct Rings {
-    /// Weights, pages.
+    /// Weights, or pages.
     ring: Ring,
     /// Activations.
     rows: Ring,
@@ -406,19 +410,19 @@ pub(crate) struct Rings {
 }
 
 impl Rings {
-    /// A stage on in those of GEMMs.
-    #[inline(always)]
+    /// One stage further in the two rings that GEMMs read.
+    #[device]
     const fn ahead(&self) -> Self {
         Self { ring: self.ring.ahead(1), rows: self.rows.ahead(1), ..*self }
     }
 
-    /// A warp releases both stages. Only `wgmma` has read them, and the warp has waited for it, so there is nothing to
-    /// fence.
+    /// A warp releases the stages of both rings. Only `wgmma` has read them, and the warp has waited for it, so no
+    /// fence is needed.
     ///
     /// # Safety
     /// All lanes of a consumer warp call it, `lane` is each one's, and the warp has waited for the products that read
     /// the two stages.
-    #[inline(always)]
+    #[device]
     unsafe fn release(&self, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -428,7 +432,8 @@ impl Rings {
     }
 }
 
-/// For each kind of event, whether its count is odd: a bit each, so that all stay in one register over the phases.
+/// For each kind of event, whether its count is odd. Each has one bit, so that all stay in one register over the
+/// phases.
 #[derive(Clone, Copy, Default)]
 struct Odd(u32);
 
@@ -440,21 +445,21 @@ impl Odd {
     /// Exchanges within the cluster.
     const EXCHANGES: u32 = 4;
 
-    /// 1 for an odd number.
-    #[inline(always)]
+    /// 1 if the count is odd.
+    #[device]
     const fn of(self, what: u32) -> u32 {
         (self.0 / what) & 1
     }
 
-    /// Once more.
-    #[inline(always)]
+    /// Counts one more.
+    #[device]
     const fn count(&mut self, what: u32) {
         self.0 ^= what;
     }
 }
 
-/// A block's part of a step.
-#[inline(always)]
+/// A block's part of a step: assigns the warps' roles.
+#[device]
 unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -493,12 +498,12 @@ unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
     }
 }
 
-/// The consumers walk the phases.
+/// The consumers' role: they walk the phases.
 ///
 /// # Safety
 /// All lanes of the eight consumer warps call it, once, when the cluster has synchronised behind barriers and
 /// [`Memory::BEST`]. The other warps synchronise with them at the end.
-#[inline(always)]
+#[device]
 unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -506,14 +511,15 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
         let mut odd = Odd::default();
-        // All see that behind the first grid barrier; before the head alone, the launch ahead has done it.
+        // All blocks see the zeroes after the first grid barrier. Where the head runs alone, the launch ahead has
+        // zeroed.
         if !p.best.is_null() && field!(p.phases, kind: u32) != PhaseKind::BEST {
             p.zero_best(CONSUMERS);
         }
         let mut number = 0;
         while number < p.phase_count {
-            // The lane asks again behind the barrier whether it is the first. If the answer were known on both sides,
-            // the compiler might write the barrier twice.
+            // The branch on the first lane comes again behind the barrier. The value is opaque: if the compiler knew it
+            // on both sides, it might write the barrier twice.
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 p.wait_for(number);
             }
@@ -524,7 +530,8 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
                 PhaseKind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
                     if thread::opaque(thread::thread_idx_x()) == 0 {
-                        // The other set's counts for the GEMM to come; those of the one before have been seen by all.
+                        // Zeroes the other set of counts, for the next GEMM. All blocks are done with its counts of the
+                        // GEMM before.
                         let other = p.part_arrivals(odd.of(Odd::GEMMS) ^ 1).at(2 * thread::block_idx_x() as usize);
                         other.cast::<u64>().store(0, 0);
                     }
@@ -536,7 +543,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
                     }
                 }
             }
-            // All that this block wrote comes before its arrival.
+            // All that this block wrote comes before its arrival at the grid barrier.
             thread::sync_named(ALL, CONSUMERS);
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 atomic::fetch_add(p.grid_barriers(), 0, 1, Ordering::Release, Scope::Device);
@@ -547,7 +554,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             }
             number = thread::opaque(number) + 1;
         }
-        // Nobody in the block waits for a grid barrier any more. The last block to get here sets the counters back.
+        // Nobody in the block waits for a grid barrier any more. The last block to get here resets the counters.
         thread::sync_threads();
         if thread::opaque(thread::warp_id()) == 0 {
             let (grid, lane) = (thread::grid_dim_x(), thread::lane_id());
@@ -556,10 +563,11 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             if lane == 0 {
                 done = atomic::fetch_add(grid_barriers, 1, 1, Ordering::AcqRel, Scope::Device) + 1;
             }
-            // What lane 0 saw the others see behind this.
+            // After this, all lanes see what lane 0 saw.
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
-                // The counters of the grid barrier, of blocks and of factors; and the counts of the last GEMM.
+                // The counters of the grid barrier, of done blocks, of the pool and of factors; and the counts of the
+                // last GEMM.
                 let counts = p.part_arrivals(odd.of(Odd::GEMMS) ^ 1);
                 let mut i = lane;
                 while i < GRID_BARRIER_WORDS.max(2 * grid) {
@@ -576,18 +584,18 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
     }
 }
 
-/// The embedding of every row, spread over the grid.
+/// Writes the embedding of every row, spread over the grid.
 ///
 /// # Safety
 /// All consumers of every block call it.
-#[inline(always)]
+#[device]
 unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
     // SAFETY: the caller's word.
     unsafe {
         let norm = field!(phase, norm: Global<bf16>);
         let dim = p.work.residual.dim;
         let embed = p.work.embed(norm);
-        // A row in pieces of as many elements as there are consumers.
+        // A row is cut into pieces that have an element for each consumer thread.
         let count = p.work.rows.count.load(0);
         let pieces = dim.div_ceil(CONSUMERS);
         let mut item = thread::block_idx_x();

@@ -1,8 +1,8 @@
-//! A decode step's forward pass in one launch: memory is read without a pause.
+//! The forward pass of a decode step in one launch, which keeps memory busy throughout.
 //!
-//! Decode is bound by reading every weight, and every key and value, once a step. Launch by launch, memory idles at
-//! every boundary; here one cooperative launch of a persistent, warp-specialised kernel, a block on each SM, runs all
-//! layers:
+//! Decode is bound by memory: each step reads every weight, every key and every value once. With a launch for each
+//! operator, memory idles between launches. Here one cooperative launch of a persistent, warp-specialised kernel runs
+//! all layers, with one block on each SM:
 //!
 //! ```text
 //! warp 9        the norm's factor, if there is one row
@@ -10,30 +10,34 @@
 //! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these wait for other blocks
 //! ```
 //!
-//! Neither weights nor the cache of earlier steps depend on this step's activations, so the producer passes every
-//! boundary without stopping: while consumers synchronise or reduce, the ring fills. A layer has five boundaries:
+//! Neither the weights nor the keys and values of earlier steps depend on this step's activations. So the producer does
+//! not stop at a grid barrier: while consumers synchronise or reduce, it fills the ring. A layer has five grid barriers
+//! (`┃`), and one more where a context has several splits:
 //!
 //! ```text
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
 //! ```
 //!
-//! A single row needs none of them: blocks [exchange](crate::exchange) it as words that carry a sequence flag.
+//! A step of one row has no grid barriers, unless the ring is short: blocks [exchange](crate::exchange) its activations
+//! as words that carry a sequence flag.
 //!
-//! Weights lie in memory in the order in which the whole grid consumes them: see [`stream`](crate::stream). A page's
-//! keys of one head have the size of a chunk of weights too, and so have its values.
+//! Weights lie in memory in the order in which the whole grid consumes them: see [`stream`](crate::stream). The keys of
+//! one head in a page are as many bytes as a chunk of weights, and so are its values. So they go through the same ring.
 //!
 //! # Order
-//! Slices form split-K partials, which are added in the order of [`linear`](crate::linear).
-//! [`attention`](crate::attention) shares its code: this kernel gives the bits of the unfused path, whatever the grid.
-//! Two warps have each of the four split-K partials, and take two slices of a chunk. Each takes every other N-tile; or
-//! with a short ring, and with plain weights of more than 8 rows in long contexts, all N-tiles for 8 of the rows.
+//! Slices form four split-K partials, which are added in the order of [`linear`](crate::linear). Attention shares its
+//! code with [`attention`](crate::attention). So this kernel gives the bits of the unfused path, whatever the grid.
+//!
+//! Two warps compute each split-K partial, from two slices of a chunk. Each of the two takes every other N-tile. With a
+//! short ring, and in the kernels for long contexts with plain weights, each takes all N-tiles for 8 of the rows
+//! instead.
 //!
 //! # Safety
-//! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS) and the
-//! shared memory that the kernel asks for: [`SHARED_BYTES`], or of a short ring [`SHORT_SHARED_BYTES`]. `p` is that
-//! launch's parameter block. Memory is as it says, and nobody but this launch writes there, or reads what the launch
-//! writes, until it ends. The blocks wait for each other: all of them run at once. A `layer` is below the number of
-//! layers, and `count` is the step's rows, at least 1.
+//! All threads of every block of a cooperative launch call what is unsafe here. The launch has the [threads](THREADS)
+//! and the shared memory that the kernel asks for: [`SHARED_BYTES`], or with a short ring [`SHORT_SHARED_BYTES`]. `p`
+//! is that launch's parameter block. Memory is as `p` says, and until the launch ends nobody else writes there, or
+//! reads what the launch writes. All blocks run at once, since they wait for each other. A `layer` is below the number
+//! of layers, and `count` is the step's rows, at least 1.
 
 mod attention;
 mod combine;
@@ -60,7 +64,7 @@ use cuda_std::tensor;
 use cuda_std::tensor::TensorMap;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use cuda_std::wgmma;
-use cuda_std::{Global, GlobalMut, bf16, bulk, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, device, shared, thread, warp};
 
 use crate::attention::{Attend, SPLIT};
 use crate::eagle::{EagleStep, Taps};
@@ -94,67 +98,69 @@ pub use wgmma_attention::{decode_16_wgmma, decode_16_wgmma_lossless, decode_tree
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a block.
 pub const SHARED_BYTES: u32 = shared_bytes(false);
-/// The same of the kernels with a [short ring](short): all that a block of compute capability 12.0 may have.
+/// Dynamic shared memory of a block in the kernels with a [short ring](short): all that a block of compute capability
+/// 12.0 may have.
 pub const SHORT_SHARED_BYTES: u32 = shared_bytes(true);
 
-/// The same, with a short ring or not, and whether that comes first or last.
+/// Dynamic shared memory with a `short` ring or a long one. The size is the same whether the ring comes first or last.
 const fn shared_bytes(short: bool) -> u32 {
     (END - SCRATCH).next_multiple_of(1024) + stages(short) * CHUNK_BYTES
 }
 
 const WARPS: u32 = 8;
-// What the rows of a step are to each other.
-/// Of one sequence, one behind the other.
+// How the rows of a step relate: values of `ROWS`.
+/// Rows of one sequence, at consecutive positions.
 const CHAIN: u8 = 0;
-/// Of one sequence, and perhaps a [tree](crate::tree).
+/// Rows of one sequence that may be a [tree](crate::tree).
 const TREE: u8 = 1;
-/// Of several sequences: those of one lie together, one behind the other.
+/// Rows of several sequences. The rows of one sequence lie together, at consecutive positions.
 const SEQUENCES: u8 = 2;
-// Which steps of several rows a kernel runs, by the attention that is best for them.
-/// All.
+// Which steps of several rows a kernel runs, by the attention that is best for them: values of `ATTENTION`.
+/// All steps.
 const ANY: u8 = 0;
-/// All but those for attention by `wgmma`, where it has a kernel.
+/// The steps that are not better with attention by `wgmma`; all steps, if no kernel for that is launched.
 const MMA: u8 = 1;
-/// Those.
+/// The steps that are better with attention by `wgmma`.
 const WGMMA: u8 = 2;
-/// Stages of the ring, of [`CHUNK_BYTES`]; of formats with larger ones there are fewer.
+/// Stages of the ring, of [`CHUNK_BYTES`] each. Formats with larger stages have fewer.
 const STAGES: u32 = 12;
-/// The same where a block has less shared memory: a split's keys, or its values.
+/// Stages of a short ring, for blocks with less shared memory: they hold a split's keys, or its values.
 const SHORT_STAGES: u32 = SPLIT_PAGES;
 /// Pages of a split.
 const SPLIT_PAGES: u32 = SPLIT / PAGE_TOKENS;
-/// Whether the ring comes first in shared memory, and not last, where it may be shorter. Hopper's kernels have no
-/// register to spare for where it begins.
+/// Whether the ring comes first in shared memory. Elsewhere than on Hopper it comes last, where it may be shorter.
+/// Hopper's kernels have no register to spare for where it begins.
 const RING_IS_FIRST: bool = cfg!(cuda_arch = "sm_90a");
-/// What consumers share beside the ring: partial sums of a GEMM, or the queries and partial sums of attention. It
-/// begins where `wgmma` may read queries.
+/// Scratch memory, which consumers share beside the ring: the partial sums of a GEMM, or the queries and partial sums
+/// of attention. It is aligned so that `wgmma` may read queries there.
 const SCRATCH: u32 = if RING_IS_FIRST { STAGES * CHUNK_BYTES } else { 0 };
 const SCRATCH_BYTES: u32 = attention::QUERY_BYTES + Attend::SHARED_BYTES;
-/// The ring's.
+/// The ring's full and empty barriers.
 const BARRIERS: u32 = SCRATCH + SCRATCH_BYTES;
-/// Each row's norm factor. Of one row: that of a layer's input, and of the head's, then that after attention.
+/// Each row's norm factor. A step of one row has two: the first is for the norms of a layer's input and of the head's,
+/// the second for the norm after attention.
 const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
-/// How many arrivals the grid barrier had counted when the last one ended.
+/// The grid barrier's count of arrivals when this block last passed it.
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
-/// What falls to the block in attention.
+/// The block's [`Units`] of attention.
 const UNITS: u32 = ARRIVALS + 8;
-/// The words of the rows' paths; of several sequences, each row's position, and where the rows of its sequence end.
+/// Each row's path in a tree. With several sequences: each row's position, and the end of its sequence's rows.
 const PATHS: u32 = UNITS + 32;
 const PATHS_END: u32 = PATHS + MAX_DECODE_ROWS * 8;
 /// The matrices' [`Problem`]s.
 const PROBLEMS: u32 = PATHS_END.next_multiple_of(16);
-/// Of one row: who finds a norm's factor waits for this until others want it.
+/// For a step of one row: the barrier at which the warp that finds a norm's factor waits until the consumers want it.
 const FACTOR_WANTED: u32 = PROBLEMS + Matrix::COUNT * Problem::BYTES;
 const END: u32 = FACTOR_WANTED + 8;
 
-/// Stages of the ring, which is short or not, of [`CHUNK_BYTES`].
+/// Stages of a `short` ring or a long one, of [`CHUNK_BYTES`] each.
 const fn stages(short: bool) -> u32 {
     if short { SHORT_STAGES } else { STAGES }
 }
 
-/// The ring, of a format's stages.
+/// The shape of the ring, with the stages of a format.
 const fn ring<F: WeightFormat>(short: bool) -> Shape {
     let start = if RING_IS_FIRST { 0 } else { END.next_multiple_of(1024) };
     let bytes = F::STAGE_BYTES;
@@ -166,51 +172,53 @@ const fn ring<F: WeightFormat>(short: bool) -> Shape {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
-    /// The rows, at most 8 or 16: of one sequence, at consecutive positions, or of [`decode_tree`] a
-    /// [tree](crate::tree), or of [`decode_16_sequences`] of several sequences; and what else every whole step has.
-    /// What GEMMs of several rows read lies in [whole lines](crate::activations), and has room for
+    /// The rows, and what else every whole step has. There are at most 8 or 16 rows, of one sequence at consecutive
+    /// positions. [`decode_tree`] takes a [tree](crate::tree), and [`decode_16_sequences`] takes rows of several
+    /// sequences. The input of a GEMM of several rows lies in [whole lines](crate::activations), with room for
     /// [`MAX_DECODE_ROWS`] rows however few a step has.
     pub work: Workspace,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.
     pub stream: Global<bf16>,
-    /// The same, packed: all of them, or the head alone for kernels that read codes and a packed head.
+    /// The weights, packed: all of them, or the head alone for kernels whose head alone is packed.
     pub lossless: Lossless,
-    /// The layers' matrices as [codes](crate::weights::quantized#layout): of the kernels that read them.
+    /// The layers' matrices as [codes](crate::weights::quantized#layout), for the kernels that read them.
     pub codes: Global<u8>,
-    /// The same in e4m3: of the kernels that multiply so.
+    /// The layers' matrices in e4m3, for the kernels that multiply in it.
     pub e4m3: crate::e4m3::Weights,
-    /// Where their inputs' codes are, of several rows.
+    /// Where the kernels that multiply in e4m3 put the codes of their inputs, in a step of several rows.
     pub inputs: crate::e4m3::Inputs,
-    /// The chunk at which the head begins, of the stream or of what is packed, whichever has it: of the kernels that
-    /// read codes of the layers' matrices.
+    /// The chunk at which the head begins, in the stream or in what is packed, whichever has it. For the kernels whose
+    /// head has another format than the layers' matrices.
     pub head_base: u64,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
-    /// How TMA reads all of them: see [`page_array`].
+    /// The tensor map by which TMA reads the pages of all layers: see [`page_array`].
     pub page_map: Global<TensorMap>,
-    /// The weights of all norms: for each layer the input's `[hidden]`, that after attention `[hidden]`, the queries'
-    /// `[128]` and the keys' `[128]` (ones where heads have none); then the final norm's `[hidden]`.
+    /// The weights of all norms. Each layer has those of the input's norm `[hidden]`, the norm after attention
+    /// `[hidden]`, the queries' `[128]` and the keys' `[128]` (ones where heads have none). The final norm's `[hidden]`
+    /// come last.
     pub norms: Global<bf16>,
     /// `[layers, (q_heads + 2 · kv_heads) · 128]`: the biases of queries, keys and values; null if there are none.
     pub biases: Global<bf16>,
     /// `[rows, vocab]`, the result.
     pub logits: GlobalMut<f32>,
-    /// [`DecodeStep::COUNTERS`] words, zero at the start. At the end those from [`DecodeStep::BEST`] on hold, as `u64`,
-    /// the [rank](crate::sample::rank) of each row's best token.
+    /// [`DecodeStep::COUNTERS`] words, zero at the start. At the end the words from [`DecodeStep::BEST`] on hold the
+    /// [rank](crate::sample::rank) of each row's best token, as `u64`.
     pub counters: GlobalMut<u32>,
-    /// `[blocks, trace_len(layers)]`: how many points a block's first consumer passed, zero at the start, and when;
-    /// null when nobody asks.
+    /// `[blocks, trace_len(layers)]`: how many points a block's first consumer thread has passed, zero at the start,
+    /// then a word for each of them, as [`Mark`] says. Null if nobody wants a trace.
     pub trace: GlobalMut<u64>,
-    /// Where blocks exchange a single row.
+    /// Where blocks exchange the activations of a step of one row.
     pub exchange: Exchange,
-    /// Which hidden states are left for a head that drafts from them; the address is null where none are.
+    /// Which hidden states are kept for a head that drafts from them; the address is null if none are.
     pub taps: Taps,
-    /// What a pass of such a head begins with; addresses are null in a model's steps.
+    /// What a pass of a drafting head begins with; addresses are null in a model's steps.
     pub eagle: EagleStep,
-    /// Input features of the projections of queries, keys and values: the hidden size, or of a head twice as many.
+    /// Input features of the projections of queries, keys and values: the hidden size, or twice that for a drafting
+    /// head.
     pub qkv_inputs: u32,
-    /// Whether a kernel for long contexts is launched as well, and has the steps that are for it: 1 or 0.
+    /// 1 if a kernel for long contexts is launched as well, which runs the steps that are for it; else 0.
     pub has_wgmma_attention: u32,
     /// Layers.
     pub layer_count: u32,
@@ -218,12 +226,12 @@ pub struct DecodeStep {
     pub intermediate: u32,
 }
 
-/// What [`DecodeStep::page_map`] describes: the cache of `layers` layers of `elements` each at `address`. A box has
-/// half of the dimensions of some tokens' keys, or values, of a head.
+/// The array that [`DecodeStep::page_map`] describes: the cache at `address`, of `layers` layers of `elements` each. A
+/// box has the keys, or the values, of some tokens of one head, in half of the dimensions.
 #[cfg(not(target_arch = "nvptx64"))]
 #[must_use]
 pub const fn page_array(address: u64, layers: usize, elements: usize) -> tensor::Array {
-    // Words of 8 bytes; rows; their halves; layers.
+    // The dimensions: words of 8 bytes, rows, halves of a row, layers.
     let (row, half) = (HEAD_DIM as u64 * 2, HEAD_DIM as u64);
     let sizes = [half / 8, elements as u64 / HEAD_DIM as u64, 2, layers as u64];
     let extent = [HEAD_DIM / 8, producer::PIECE_TOKENS, 1, 1];
@@ -236,29 +244,29 @@ pub const fn page_array(address: u64, layers: usize, elements: usize) -> tensor:
 pub enum Matrix {
     /// Queries, keys and values.
     Qkv,
-    /// The attention's output, into the residual.
+    /// Attention's output, added to the residual.
     Output,
     /// Gate and up.
     GateUp,
-    /// Down, into the residual.
+    /// Down, added to the residual.
     Down,
     /// The head.
     Head,
 }
 
 impl Matrix {
-    /// How many there are.
+    /// How many matrices there are.
     const COUNT: u32 = 5;
 
-    /// Whether its outputs are added to the residual.
-    #[inline(always)]
+    /// Whether the matrix's outputs are added to the residual.
+    #[device]
     const fn is_added(self) -> bool {
-        // Not by names, of which the compiler would make a table of places to jump to.
+        // By number: from names the compiler would make a jump table.
         self as u32 % 2 == 1
     }
 
-    /// That with this number.
-    #[inline(always)]
+    /// The matrix with this number.
+    #[device]
     const fn numbered(number: u32) -> Self {
         match number {
             0 => Self::Qkv,
@@ -270,7 +278,7 @@ impl Matrix {
     }
 }
 
-/// A point that a block passes; a word of [`DecodeStep::trace`] has it in its top 8 bits, above
+/// A point that a block passes. A word of [`DecodeStep::trace`] has the point's number in its top 8 bits, above
 /// [`thread::global_timer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -279,15 +287,15 @@ pub enum Mark {
     Begin = 1,
     /// The embedding is written.
     Embedded,
-    /// A GEMM and its epilogue are done: QKV.
+    /// The QKV GEMM and its epilogue are done.
     Qkv,
-    /// Likewise: output.
+    /// The output GEMM and its epilogue are done.
     Output,
-    /// Likewise: gate and up.
+    /// The gate-up GEMM and its epilogue are done.
     GateUp,
-    /// Likewise: down.
+    /// The down GEMM and its epilogue are done.
     Down,
-    /// Likewise: the head.
+    /// The head's GEMM and its epilogue are done.
     Head,
     /// The block's share of attention is done.
     Attended,
@@ -332,19 +340,20 @@ impl Mark {
 impl DecodeStep {
     /// Where in [`counters`](Self::counters) the best tokens begin.
     pub const BEST: usize = 2;
-    /// Where in it blocks count that are done with a step of one row.
+    /// Where in [`counters`](Self::counters) blocks count themselves when they are done with a step of one row.
     const DONE: usize = 1;
     /// Words of [`counters`](Self::counters): the grid barrier's, the blocks that are done, and a `u64` for each row.
     pub const COUNTERS: usize = Self::BEST + 2 * MAX_DECODE_ROWS as usize;
 
-    /// Sequence flags that a step of one row takes: for the embedding, and for each matrix but the head.
-    #[inline(always)]
+    /// Sequence flags that a step of one row takes: one for the embedding, and one for each matrix but the head.
+    #[device]
     pub const fn flags(layers: u32) -> u32 {
         4 * layers + 1
     }
 
-    /// Whether a context of so many splits is long: each of a grid's blocks would have a whole one of a head.
-    #[inline(always)]
+    /// Whether a context of so many `splits` is long: each block of the grid would have at least one whole split of a
+    /// head.
+    #[device]
     #[must_use]
     pub const fn is_long(kv_heads: u32, splits: u32, blocks: u32) -> bool {
         kv_heads * splits >= blocks
@@ -361,19 +370,19 @@ impl DecodeStep {
     }
 
     /// Matrices of the model.
-    #[inline(always)]
+    #[device]
     fn matrices(&self) -> u32 {
         4 * self.layer_count + 1
     }
 
     /// The matrix at this place in the stream.
-    #[inline(always)]
+    #[device]
     fn matrix(&self, index: u32) -> Matrix {
         Matrix::numbered(if index == 4 * self.layer_count { Matrix::Head as u32 } else { index % 4 })
     }
 
     /// Whether a matrix's input has yet to be divided by its norm.
-    #[inline(always)]
+    #[device]
     const fn is_normed(&self, matrix: Matrix) -> bool {
         match matrix {
             Matrix::Qkv => !self.eagle.is_wanted(),
@@ -383,7 +392,7 @@ impl DecodeStep {
     }
 
     /// N-tiles and input features of a matrix.
-    #[inline(always)]
+    #[device]
     fn shape(&self, matrix: Matrix) -> (u32, u32) {
         let q = self.work.q_heads * HEAD_DIM;
         let hidden = self.work.residual.dim;
@@ -397,40 +406,40 @@ impl DecodeStep {
         (n.div_ceil(N_TILE), k)
     }
 
-    /// The norm of a layer's input; of the layer after the last, the final one.
+    /// The weights of the norm of a layer's input. The layer after the last has the final norm's.
     ///
     /// # Safety
     /// `layer` is at most the number of layers.
-    #[inline(always)]
+    #[device]
     unsafe fn input_norm(&self, layer: u32) -> Global<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.norms.at(layer as usize * Self::layer_norms(thread::opaque(self.work.residual.dim))) }
     }
 
-    /// The norm after a layer's attention.
-    #[inline(always)]
+    /// The weights of the norm after a layer's attention.
+    #[device]
     unsafe fn post_attention_norm(&self, layer: u32) -> Global<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.input_norm(layer).at(self.work.residual.dim as usize) }
     }
 
-    /// The norms of a layer's queries and keys.
-    #[inline(always)]
+    /// The weights of the norms of a layer's queries and keys.
+    #[device]
     unsafe fn head_norms(&self, layer: u32) -> Global<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.input_norm(layer).at(2 * thread::opaque(self.work.residual.dim) as usize) }
     }
 
     /// A layer's cache.
-    #[inline(always)]
+    #[device]
     unsafe fn cache(&self, layer: u32) -> Cache {
         // SAFETY: the caller's word; the list has the address of each layer's pages.
         self.work.cache(unsafe { GlobalMut::from_raw(self.pages.load_nc(layer as usize)) })
     }
 }
 
-/// A step of one row: of others nothing.
-#[inline(always)]
+/// Runs a step of one row. Does nothing if the step has another number of rows.
+#[device]
 unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -440,8 +449,8 @@ unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
     }
 }
 
-/// A step of several rows: of one row nothing.
-#[inline(always)]
+/// Runs a step of several rows. Does nothing if the step has one row, or if another kernel runs it.
+#[device]
 unsafe fn decode<F: WeightFormat, const TILES: usize, const ROWS: u8, const ATTENTION: u8>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -452,8 +461,8 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const ROWS: u8, const ATTE
     }
 }
 
-/// Whether a kernel of this width runs a step of `count` rows.
-#[inline(always)]
+/// Whether the kernel with this `ATTENTION` runs a step of `count` rows.
+#[device]
 unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
     // SAFETY: the caller's word.
     ATTENTION == ANY
@@ -463,9 +472,9 @@ unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
 /// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`.
 ///
 /// # Safety
-/// The step has `count` rows, to each other as `ROWS` says: 1 if `ONE`, else at most `TILES` times 8 and
+/// The step has `count` rows, which relate as `ROWS` says: 1 if `ONE`, else at most `TILES` times 8 and
 /// [`MAX_DECODE_ROWS`]. All threads of all blocks call it, once in a launch; the step's counters are zero by then.
-#[inline(always)]
+#[device]
 unsafe fn run<
     F: WeightFormat,
     const TILES: usize,
@@ -495,20 +504,20 @@ unsafe fn run<
         }
         if thread < MAX_DECODE_ROWS {
             shared::dynamic::<u64>(BEST).store(thread as usize, 0);
-            // Of an input without a norm.
+            // The factor of inputs without a norm.
             shared::dynamic::<f32>(FACTORS).store(thread as usize, 1.0);
         }
         if ROWS == TREE && thread < 32 {
             tree::bring(p, count);
         }
         attention::clear_queries(thread);
-        // By others than the thread that has the barriers to make.
+        // By threads beside the consumers: thread 0 has the barriers to make.
         Problem::store_all::<F>(p, thread.wrapping_sub(WARPS * 32), thread::grid_dim_x());
         let flag = p.exchange.first_flag();
         thread::sync_threads();
-        // The registers of the other three warps of the producer's group are of more use to consumers. From a shuffle
-        // the assembler knows that a warp's lanes agree on it, and keeps what they share in uniform registers:
-        // otherwise 24 would not do.
+        // The producer's warpgroup has three further warps, and their registers are of more use to consumers. The
+        // warp's number comes from a shuffle: so the assembler knows that the lanes of a warp agree on it, and keeps
+        // what they share in uniform registers. Otherwise 24 registers would not do.
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
@@ -524,26 +533,27 @@ unsafe fn run<
     }
 }
 
-/// A consumer takes the registers that the producer's warps leave. Only Hopper can.
-#[inline(always)]
+/// A consumer takes the registers that the warps beside the consumers give up. Only Hopper can move registers.
+#[device]
 fn take_registers() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     wgmma::take_registers::<240>();
 }
 
-/// A warp beside consumers leaves them its registers, likewise.
-#[inline(always)]
+/// A warp beside the consumers gives up registers for them. Only Hopper can move registers.
+#[device]
 fn give_registers() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     wgmma::give_registers::<24>();
 }
 
-// What a block may have of compute capability 9.0, and of 12.0; and that a wave's partial sums fit.
+// A block may have 227 KiB of shared memory with compute capability 9.0, and 99 KiB with 12.0. A wave's partial sums
+// fit into scratch memory.
 const _: () = assert!(SHARED_BYTES <= 227 << 10 && SHORT_SHARED_BYTES <= 99 << 10);
 const _: () = assert!(consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
 const _: () = assert!(SCRATCH.is_multiple_of(1024) && BARRIERS.is_multiple_of(8));
 const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);
-/// Slices of 16 × 64 bf16, two of each split-K partial.
+/// Slices of 16 × 64 bf16, two for each split-K partial.
 const _: () = assert!(SLICE_BYTES * SLICES == CHUNK_BYTES && SLICES == 2 * K_PARTIALS);
 /// A page's keys, or values, of one head.
 const _: () = assert!(PAGE_TOKENS * HEAD_DIM * 2 == CHUNK_BYTES);

@@ -1,8 +1,8 @@
-//! Drafts by a model: what stands between the passes of the draft model, so that a chain of drafts needs no host.
+//! Drafts by a model: the kernels between the passes of the draft model, so that a chain of drafts needs no host.
 //!
 //! The draft model is a second model with a KV cache of its own. Its chain is greedy: the best token after the newest
-//! one, the best token after that, and so on. Each is proposed with certainty, so acceptance is the comparison of
-//! `sample`, and drafts leave sampled text as it is, too.
+//! one, the best token after that, and so on. Each token is proposed with certainty, so acceptance is the comparison
+//! that `sample` describes, and drafts do not change sampled text either.
 //!
 //! ```text
 //! accept ─► (n-gram match) ─► plan_draft ─► pass ─► next_draft ─► pass ─► … ─► (n-gram match) ─► plan_tree
@@ -10,28 +10,30 @@
 //!                               └ none: nobody drafts         └ none: the chain ends
 //! ```
 //!
-//! The host enqueues as many passes as a chain may be long. How many of them have rows is the device's affair; a pass
-//! without rows costs its launch.
+//! The host enqueues as many passes as the longest chain has tokens. The device decides how many of them have rows; a
+//! pass without rows costs only its launch.
 //!
 //! # Which keys and values the cache has
-//! The first pass of a chain runs what the cache lacks of the history, up to the newest token. Each later pass runs a
-//! draft, so the cache then holds keys and values of all drafts but the last. Those that were accepted stay: the next
-//! plan counts how many drafts the history agrees with, and begins behind them. Those that were not are overwritten.
-//! After a chain whose every draft was accepted the cache lacks two tokens, otherwise one; after steps without a chain,
-//! as many as they brought. What the host has read as a prompt is, it tells ([`PlanDraft::read`]).
+//! The first pass of a chain runs the tokens of the history that the cache lacks, up to the newest one. Each later pass
+//! runs one draft, so in the end the cache has the keys and values of all drafts but the last. The next plan counts how
+//! many drafts the history agrees with. These stay in the cache, and the next chain begins behind them; the other
+//! drafts are overwritten. After a chain whose every draft was accepted the cache lacks two tokens, after any other
+//! chain one. After steps without a chain it lacks as many as they brought. What the host has read as a prompt is in
+//! the cache, too: it says how much that is ([`PlanDraft::read`]).
 //!
 //! # A head instead of a model
-//! An [EAGLE-3 head](crate::eagle) goes through the same two kernels. Its row `i` is of the tokens `i` and `i + 1`, so
-//! that its tokens lie one further than its positions ([`PlanDraft::shift`]). Rows of drafts begin with its own hidden
-//! states, and are overwritten by rows with the model's: only what the first pass of a chain has run stays.
+//! An [EAGLE-3 head](crate::eagle) uses the same two kernels. Its row `i` is made of the tokens `i` and `i + 1`, so a
+//! row's token lies one further than its position ([`PlanDraft::shift`]). Rows of drafts start from the head's own
+//! hidden states, and are overwritten later by rows that start from the model's. So only what the first pass of a chain
+//! has run stays in the cache.
 //!
 //! # Whether to draft, and from where
-//! [`Economy::choose`]: the source for which [`drafting`] expects most. A chain is not worth its passes where
-//! drafts are hopeless, but then nothing would be learnt. So the cache follows the text at a distance of some
-//! [`Economy::due`] tokens, and the pass with which it catches up proposes one token. The host chooses the distance:
-//! longer, each time that the token was wrong.
+//! [`Economy::choose`] takes the source from which [`drafting`] expects most. Where drafts are hopeless, a chain is not
+//! worth its passes; but without chains nothing would be learnt. So the cache follows the text at a distance of some
+//! [`Economy::due`] tokens, and the pass with which it catches up proposes one token. The host chooses the distance,
+//! and makes it longer each time that this token was wrong.
 
-use cuda_std::{Global, GlobalMut, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, device, kernel, thread, warp};
 
 use crate::drafting::{self, Cost, ONE};
 use crate::logprobs::{self, NoteLogits, Wanted};
@@ -43,49 +45,49 @@ use crate::tree::Likeliest;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, cuda_std::Layout)]
 pub struct Economy {
-    /// What drafts add to a step of the model. Where they cost nothing, all that can be is proposed.
+    /// What drafts add to a step of the model. If they cost nothing, as many as possible are proposed.
     pub row: Cost,
-    /// What a pass of the draft model takes, as a share of a step of one row.
+    /// The time of a pass of the draft model, as a share of a step of one row of the model.
     pub pass: u32,
     /// Most tokens of a chain, less than [`MAX_DECODE_ROWS`].
     pub most: u32,
     /// Most rows of the first pass of a chain, at most [`MAX_DECODE_ROWS`].
     pub room: u32,
-    /// Tokens that the cache lacks when it catches up all the same, at most `room`; more than there ever are, where
-    /// no pass comes.
+    /// The cache catches up, even without a chain, when it lacks this many tokens: at most `room`; or more than it ever
+    /// lacks, if it shall not.
     pub due: u32,
 }
 
-/// Where things stand when drafts are planned.
+/// The situation in which drafts are planned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Prospect {
-    /// What drafts by the model were worth of late, as [`drafting`] estimates it.
+    /// The recent acceptance of drafts by the model, as [`drafting`] estimates it.
     pub model: u32,
-    /// What those by n-gram match were.
+    /// The recent acceptance of drafts by n-gram match.
     pub ngram: u32,
     /// Tokens of the history that the draft model's cache lacks, at least 1.
     pub lag: u32,
     /// Drafts that the sequence has room for.
     pub left: u32,
-    /// Drafts by n-gram match that there are.
+    /// Drafts that the n-gram match has found.
     pub guessed: u32,
 }
 
-/// What is to be done.
+/// What to propose, and what the draft model runs for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Choice {
-    /// Rows of the draft model's first pass, from the first that its cache lacks on.
+    /// Rows of the draft model's first pass: tokens of the history, from the first that its cache lacks on.
     pub rows: u32,
     /// Tokens of the chain.
     pub chain: u32,
     /// Whether the n-gram match's tokens are proposed.
     pub by_guess: bool,
-    /// Tokens of a chain that would be worth their passes, were there no n-gram match.
+    /// How many tokens of a chain would be worth their passes if there were no n-gram match.
     pub wanted: u32,
 }
 
-/// Tokens that a step with so many drafts is expected to bring, and how long it takes.
-#[inline(always)]
+/// The expected tokens of a step with `drafts` drafts, and its time as a multiple of a step of one row, both in `ONE`s.
+#[device]
 fn expected(acceptance: u32, cost: Cost, drafts: u32) -> (u64, u64) {
     let (mut tokens, mut more, mut i) = (ONE as u64, acceptance as u64, 0);
     while i < drafts {
@@ -98,7 +100,7 @@ fn expected(acceptance: u32, cost: Cost, drafts: u32) -> (u64, u64) {
 
 impl Economy {
     /// What to propose, and which rows the draft model runs for it.
-    #[inline(always)]
+    #[device]
     pub fn choose(&self, p: Prospect) -> Choice {
         let with_pass = Cost { any: self.row.any, each: self.row.each + self.pass };
         let most = if p.left < self.most { p.left } else { self.most };
@@ -128,8 +130,9 @@ impl Economy {
     }
 }
 
-/// An estimate after a proposal of which the first `right` were, of `tried` that met a token of the text.
-#[inline(always)]
+/// The estimate after a proposal. `tried` of its drafts met a token of the text, and the first `right` of these were
+/// right.
+#[device]
 pub fn tried(mut acceptance: u32, right: u32, tried: u32) -> u32 {
     let mut i = 0;
     while i < right {
@@ -139,25 +142,25 @@ pub fn tried(mut acceptance: u32, right: u32, tried: u32) -> u32 {
     if right < tried { drafting::learned(acceptance, false) } else { acceptance }
 }
 
-/// Words that a draft model's sequence has on the device, beside its cache.
+/// The words of a draft model's sequence on the device, beside its cache.
 pub struct DraftWords;
 
 impl DraftWords {
-    /// Words.
+    /// How many words there are.
     pub const COUNT: usize = Self::AGREED + 1;
     /// Word: tokens of the history when the last proposal was made.
     pub const LENGTH: usize = 0;
-    /// Word: those of them, from the first on, whose keys and values are in the draft model's cache.
+    /// Word: how many tokens of the history, from the first on, have their keys and values in the draft model's cache.
     pub const CACHED: usize = 1;
     /// Word: tokens of the last chain.
     pub const CHAINED: usize = 2;
-    /// Word: what drafts by the model were worth of late.
+    /// Word: the recent acceptance of drafts by the model.
     pub const MODEL: usize = 3;
-    /// Word: what drafts by n-gram match were.
+    /// Word: the recent acceptance of drafts by n-gram match.
     pub const NGRAM: usize = 4;
     /// Word: tokens that the last n-gram match found.
     pub const GUESSED: usize = 5;
-    /// Word: what the model said of late that drafts by it were worth.
+    /// Word: the recent mean of the probabilities that the draft model itself gave its drafts.
     pub const CONFIDENCE: usize = 6;
     /// Word: [`Choice::wanted`] of the last proposal.
     pub const WANTED: usize = 7;
@@ -170,7 +173,7 @@ impl DraftWords {
     /// Word: tokens of the chain before the last that the text agreed with.
     pub const AGREED: usize = Self::BEHIND + 1;
 
-    /// As they are when a prompt of so many tokens was read by both models.
+    /// The words after both models have read a prompt of `length` tokens.
     pub fn after_prompt(length: u32) -> [u32; Self::COUNT] {
         let mut words = [0; Self::COUNT];
         words[Self::LENGTH] = length;
@@ -182,7 +185,7 @@ impl DraftWords {
     }
 }
 
-/// A proposal in the making: what n-gram match extends, and what the plan of the next step takes.
+/// A proposal in the making: n-gram match extends it, and the plan of the next step takes it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Proposal {
@@ -190,7 +193,7 @@ pub struct Proposal {
     pub drafts: GlobalMut<i32>,
     /// `[1]` rows, the newest token's included.
     pub rows: GlobalMut<i32>,
-    /// `[1]` index in the history of the last token that is there or proposed.
+    /// `[1]` index in the history of the last token, proposed ones included.
     pub last: GlobalMut<i64>,
 }
 
@@ -198,34 +201,35 @@ pub struct Proposal {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanDraft {
-    /// The sequence to draft for, which a step has just been accepted of. Its history gets what is proposed, behind its
-    /// end.
+    /// The sequence to draft for, whose last step has just been accepted. What is proposed is written behind the end of
+    /// its history.
     pub state: SequenceState,
     /// [`DraftWords`], changed.
     pub words: GlobalMut<u32>,
     /// The draft model's rows; filled in.
     pub rows: Rows,
-    /// Begun, where the n-gram match's tokens are proposed.
+    /// Gets the n-gram match's tokens, if these are proposed.
     pub proposal: Proposal,
     /// `[MAX_DECODE_ROWS]` what n-gram match has found, as [`Proposal::drafts`]; null without one.
     pub guess: Global<i32>,
-    /// `[1]` its rows; then those with which the next match begins.
+    /// `[1]` the rows of `guess`, the newest token's included; overwritten with the rows with which the next match
+    /// begins.
     pub guess_rows: GlobalMut<i32>,
-    /// What the passes of the last chain said.
+    /// The likeliest tokens that the passes of the last chain noted.
     pub likeliest: Likeliest,
-    /// [`Wanted`], for the first pass.
+    /// The entry of [`Wanted`] for the first pass.
     pub noted: GlobalMut<u32>,
-    /// Of the draft model's decode kernel, to be zeroed.
+    /// The counters of the draft model's decode kernel, to be zeroed.
     pub counters: Counters,
     /// The history may not grow beyond this.
     pub max_length: u32,
-    /// Tokens of the history, from the first on, that were read as a prompt is: whatever `words` says, their keys and
-    /// values are in the cache.
+    /// How many tokens of the history, from the first on, were read as a prompt is: their keys and values are in the
+    /// cache, whatever `words` says.
     pub read: u32,
-    /// How much further in the history a row's token lies than its position: 0 of a model, 1 of a head, whose cache
-    /// keeps no drafts.
+    /// How much further in the history a row's token lies than its position: 0 for a model, 1 for a head. A head's
+    /// cache keeps no drafts.
     pub shift: u32,
-    /// What to go by.
+    /// What drafts cost, and how many there can be.
     pub economy: Economy,
 }
 
@@ -252,7 +256,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
                 guess = p.guess.load(1 + lane as usize);
             }
         }
-        // A step brings at most as many tokens as there are lanes to look at them.
+        // A step brings at most `MAX_DECODE_ROWS` tokens, and a lane looks at each.
         let new = length.saturating_sub(before).min(MAX_DECODE_ROWS);
         let token = if lane < new { history.load((before + lane) as usize) as u32 } else { 0 };
         let mut said = 0;
@@ -271,7 +275,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
             confidence = drafting::mean(confidence, warp::shuffle_idx(said, i).min(ONE));
             i += 1;
         }
-        // Of a chain, all drafts but the last were run.
+        // The passes of a chain have run all of its drafts but the last.
         let valid = if chained > 0 && p.shift == 0 { before + agreed.min(chained - 1) } else { cached };
         let valid = valid.max(p.read);
         let left = p.max_length.saturating_sub(length + 1);
@@ -325,19 +329,19 @@ pub unsafe fn plan_draft(p: PlanDraft) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NextDraft {
-    /// What is noted of the pass: for [`likeliest`](Self::likeliest).
+    /// What is noted of the pass; [`likeliest`](Self::likeliest) reads it.
     pub note: NoteLogits,
-    /// The sequence to draft for. Its history gets the draft, behind its end.
+    /// The sequence to draft for. The draft is written behind the end of its history.
     pub state: SequenceState,
     /// [`DraftWords`], changed.
     pub words: GlobalMut<u32>,
-    /// The rows of the pass that has run, and those of the next.
+    /// The rows of the pass that has run; overwritten with those of the next pass.
     pub rows: Rows,
-    /// What the pass said.
+    /// The likeliest tokens that the pass noted.
     pub likeliest: Likeliest,
-    /// [`Wanted`], for the next pass.
+    /// The entry of [`Wanted`] for the next pass.
     pub noted: GlobalMut<u32>,
-    /// Gets the draft.
+    /// Extended by the draft.
     pub proposal: Proposal,
     /// As [`PlanDraft::counters`].
     pub counters: Counters,
@@ -347,15 +351,15 @@ pub struct NextDraft {
     pub shift: u32,
 }
 
-/// Notes what a pass says behind its last row, if it has rows, proposes the best token there, and makes it the row of
-/// the next. A token that the model does not have, or none for want of finite logits, ends the chain.
+/// If the pass has rows, notes the logits of its last row, proposes the best token there, and makes this token the row
+/// of the next pass. The chain ends if the model does not have that token, or logits are not finite.
 #[kernel(threads = THREADS, min_blocks = 2)]
 pub unsafe fn next_draft(p: NextDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         allow_next_launch();
         let has_rows = p.note.wanted.load(Wanted::ROW) != Wanted::NO_ROW;
-        // When the last CTA goes on, all have read that.
+        // Only the last CTA goes on: by then all have read the word above.
         let goes_on = if has_rows { logprobs::note_rows(&p.note) } else { thread::block_idx_x() == 0 };
         if !goes_on || thread::warp_id() > 0 {
             return;
@@ -365,7 +369,7 @@ pub unsafe fn next_draft(p: NextDraft) {
         let rows = p.rows.count.load(0).min(MAX_DECODE_ROWS);
         let continues = p.number < chained && rows > 0;
         let token = if continues { p.likeliest.token(p.number, 0) } else { NO_TOKEN };
-        // What is zeroed has been read.
+        // All lanes have read what is overwritten from here on.
         warp::sync_warp();
         p.counters.clear(lane);
         if lane == 0 {

@@ -1,36 +1,37 @@
-//! How many of the proposed drafts to run: as many as are worth their rows, by how recent proposals fared.
+//! How many of the proposed drafts a step runs: as many as are worth their rows, judged by how recent proposals fared.
 //!
 //! If each draft is right with probability `a`, a step with `n` drafts brings `1 + a + … + aⁿ` tokens, and takes
-//! `1 + n·c` times as long as one without, where `c` is what a row adds to it. Their ratio is the speed-up (Leviathan
-//! et al., 2023, "Fast Inference from Transformers via Speculative Decoding", theorem 3.8, with a draft that costs a
-//! row and no model of its own), and [`worthwhile`] takes the `n` for which it is largest.
+//! `1 + n·c` times as long as one without, where `c` is the share of that time that a row adds. Their ratio is the
+//! speed-up (Leviathan et al., 2023, "Fast Inference from Transformers via Speculative Decoding", theorem 3.8, with a
+//! draft that costs a row and no model of its own), and [`worthwhile`] takes the `n` for which it is largest.
 //!
-//! The [estimate](learned) of `a` needs no drafts to be run. The choice after row `r` is what the proposal's entry `r`
-//! had to be, whether or not that had a row of its own: every step tries at least one, for nothing. So text in which
-//! proposals are hopeless runs one row a step, and drafts come back by themselves when the text turns repetitive.
+//! The [estimate](learned) of `a` does not need drafts to run. The token chosen after row `r` is the token that draft
+//! `r` of the proposal had to be, whether or not that draft had a row of its own. So every step tries at least one
+//! draft at no cost. Text in which proposals are hopeless runs one row a step, and drafts come back by themselves when
+//! the text turns repetitive.
 //!
-//! Fixed point throughout: the device, the emulator and the CPU come to the same numbers. What is run never changes
-//! what is said, only in how many steps.
+//! Arithmetic is fixed point throughout, so the device, the emulator and the CPU compute the same numbers. How many
+//! drafts run never changes the output, only the number of steps that it takes.
 
-use cuda_std::{Global, GlobalMut};
+use cuda_std::{Global, GlobalMut, device};
 
 use crate::step::SequenceState;
 
 /// The number 1.
 pub const ONE: u32 = 1 << 16;
-/// What proposals are taken to be worth before any was tried.
+/// The acceptance that is assumed before any proposal was tried.
 pub const UNTRIED: u32 = ONE / 2;
-/// A trial's weight in the estimate is one half to this power.
+/// A trial has the weight `1 / 2^WEIGHT` in the estimate.
 const WEIGHT: u32 = 3;
 
 /// The estimate after one more trial.
-#[inline(always)]
+#[device]
 pub fn learned(acceptance: u32, right: bool) -> u32 {
     mean(acceptance, if right { ONE } else { 0 })
 }
 
 /// An exponentially weighted mean after one more value.
-#[inline(always)]
+#[device]
 pub fn mean(before: u32, value: u32) -> u32 {
     if value >= before { before + ((value - before) >> WEIGHT) } else { before - ((before - value) >> WEIGHT) }
 }
@@ -39,15 +40,15 @@ pub fn mean(before: u32, value: u32) -> u32 {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, cuda_std::Layout)]
 pub struct Cost {
-    /// That there are any: for steps of several rows that run otherwise than those of one.
+    /// Added once if there are any drafts: a step of several rows may run in another way than a step of one.
     pub any: u32,
-    /// Each.
+    /// Added for each draft.
     pub each: u32,
 }
 
 /// How many drafts of at most `most` a sequence should run, if each is right with probability `acceptance`; all of them
-/// if they [cost](Cost) nothing. `others` are the rows of other sequences in the same step, each good for a token.
-#[inline(always)]
+/// if they [cost](Cost) nothing. `others` are the rows of other sequences in the same step; each brings one token.
+#[device]
 pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
     let each = cost.each as u64;
     let mut tokens = ONE as u64 * (1 + others as u64);
@@ -56,7 +57,7 @@ pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
     if others == 0 {
         time += cost.any as u64;
     }
-    // What the next draft is expected to bring.
+    // The expected number of tokens that the next draft brings.
     let mut more = acceptance as u64;
     let mut drafts = 0;
     while drafts < most {
@@ -71,8 +72,8 @@ pub fn worthwhile(acceptance: u32, cost: Cost, others: u32, most: u32) -> u32 {
     best
 }
 
-/// Parameters of a kernel that proposes what a script has at the positions that come next, `draft_script` of
-/// `bench-kernels`. Grid: 1.
+/// Parameters of `draft_script` of `bench-kernels`, a kernel that proposes what a script has at the next positions.
+/// Grid: 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct DraftScript {

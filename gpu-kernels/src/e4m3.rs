@@ -1,14 +1,15 @@
-//! Matrices whose weights and activations are both e4m3, with scales: weights in blocks of [`GROUP`] × [`GROUP`],
-//! activations in groups of [`GROUP`].
+//! Matrices whose weights and activations are both e4m3. Each block of [`GROUP`] × [`GROUP`] weights has a scale, and
+//! so has each group of [`GROUP`] activations of a row.
 //!
-//! Two codes lie where a bf16 would, for weights and for activations: a slice of 64 places has the codes of one group.
-//! Byte `p` of a group is the element that has place `p % 64` of the bf16 slice `p / 64` of the group.
+//! For weights and for activations, two codes take the place of one bf16: a slice of 64 bf16 places has the 128 codes
+//! of one group. Byte `p` of a group is the element that in bf16 would have place `p % 64` of the group's slice
+//! `p / 64`.
 //!
 //! # Order
-//! An output is the sum, from the first group to the last, of `fma(inner sum, x_scale · w_scale, sum)`, where the inner
-//! sum is the tensor core's, of a group's products. All kernels make it so, however many rows there are.
+//! An output adds up its groups from the first to the last: `sum = fma(inner, x_scale · w_scale, sum)`, where `inner`
+//! is the tensor core's sum of a group's products. All kernels keep to this order, however many rows there are.
 
-use cuda_std::{Global, GlobalMut, bf16, math};
+use cuda_std::{Global, GlobalMut, bf16, device, math};
 
 use crate::linear::slot;
 use crate::norm::lane_element;
@@ -25,23 +26,23 @@ pub use encode::{EncodeE4m3, encode_e4m3};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use rows::{QuantizeRows, quantize_rows};
 
-/// Inputs that share a scale, and outputs of a weight's block.
+/// Inputs that share a scale; of weights, as many outputs share it, too.
 pub const GROUP: u32 = 128;
 /// The largest number of e4m3.
 const LARGEST: f32 = 448.0;
-/// Groups without a larger magnitude are zeros: what divides their elements would be no number.
+/// A group whose largest magnitude is less becomes zeros: the inverse of its scale would not be finite.
 const LEAST: f32 = 1e-30;
 
 /// Weights of the layers' matrices. Plain data; a part of parameter blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Weights {
-    /// Pairs of codes, as [`lay_out`](crate::stream::lay_out) leaves bf16: matrices of half as many inputs, one after
-    /// another in their order.
+    /// Pairs of codes, in the layout that [`lay_out`](crate::stream::lay_out) gives bf16: matrices of half as many
+    /// inputs, one after another in their order.
     pub codes: Global<bf16>,
-    /// `[weight rows / 128, groups, 4]` of each matrix, one after another: of 128 weight rows, the scale of the lower
-    /// eight features of each N-tile and that of the upper eight, which differ where they are gates and ups. The last
-    /// two of four are not read. Groups are an even number, see [`groups`].
+    /// `[weight rows / 128, groups, 4]` for each matrix, one after another. The first of the four is the scale of the
+    /// lower eight features of each N-tile of the 128 weight rows, the second that of the upper eight; the two differ
+    /// if these are gates and ups. The last two are not read. The number of groups is even, see [`groups`].
     pub scales: Global<f32>,
 }
 
@@ -53,7 +54,8 @@ pub const CHUNK_INPUTS: u32 = SLICES * GROUP;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Inputs {
-    /// `[chunks, CHUNK_CODES]`, 16-byte aligned: of [`CHUNK_INPUTS`] inputs each, as the kernel multiplies them.
+    /// `[chunks, CHUNK_CODES]`, 16-byte aligned: chunks of [`CHUNK_INPUTS`] inputs, in the order in which the kernel
+    /// multiplies them.
     pub codes: GlobalMut<u8>,
     /// `[chunks, rows, groups of the chunk]`.
     pub scales: GlobalMut<f32>,
@@ -73,20 +75,20 @@ pub struct CodedRows {
     /// `[x_rows, k]`, 16-byte aligned: each row in the order of [`slot`](crate::linear::slot), as
     /// [`e4m3`](crate::e4m3) says.
     pub codes: GlobalMut<u8>,
-    /// `[groups, x_rows]`: of groups beyond `k` zeros.
+    /// `[groups, x_rows]`: zeros for groups beyond `k`.
     pub scales: GlobalMut<f32>,
     /// Rows that there is room for: whole tiles.
     pub x_rows: u32,
 }
 
 impl CodedRows {
-    /// Where a lane's four codes of the group of `row` that begins at `first` go, of rows as long as the residual
-    /// stream's: of elements as [`lane_element`](crate::norm::lane_element) says.
+    /// Where a lane's four codes go, of the group of `row` that begins at element `first`. Rows are as long as the
+    /// residual stream's, `dim`. The lane has the elements that [`lane_element`](crate::norm::lane_element) says.
     ///
     /// # Safety
     /// There is room for such a row of `dim` elements, `first` is a multiple of [`GROUP`] below `dim`, and `lane` is
     /// below 32; or nothing is stored there.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn of_lane(&self, dim: u32, row: u32, first: u32, lane: u32) -> GlobalMut<u32> {
         let at = row as usize * dim as usize + slot(first + lane_element(lane)) as usize;
         // SAFETY: the caller's word.
@@ -98,37 +100,37 @@ impl CodedRows {
     /// # Safety
     /// If the condition holds, `row` is below [`x_rows`](Self::x_rows), there is such a group, and its scale is this
     /// lane's alone.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn put_scale_if(&self, condition: bool, row: u32, first: u32, scale: f32) {
         // SAFETY: the caller's word.
         unsafe { self.scales.store_if(condition, (first / GROUP * self.x_rows + row) as usize, scale) }
     }
 }
 
-/// Groups of so many inputs: an even number, of which the last may be zeros with scale zero.
-#[inline(always)]
+/// The number of groups for `k` inputs, rounded up to an even one: the last group may be zeros with scale zero.
+#[device]
 #[must_use]
 pub const fn groups(k: u32) -> u32 {
     k.div_ceil(2 * GROUP) * 2
 }
 
 /// Words of a matrix's [`Weights::scales`].
-#[inline(always)]
+#[device]
 #[must_use]
 pub const fn scales_len(n_tiles: u32, k: u32) -> u32 {
     n_tiles.div_ceil(GROUP / crate::linear::N_TILE) * groups(k) * 4
 }
 
-/// The scale of a group of activations with this largest magnitude, and what each of them is multiplied with before it
-/// is rounded.
-#[inline(always)]
+/// The scale of a group of activations whose largest magnitude is `largest`; and its inverse, by which each activation
+/// is multiplied before it is rounded.
+#[device]
 #[must_use]
 pub fn scale_of(largest: f32) -> [f32; 2] {
     if largest < LEAST { [0.0; 2] } else { [largest * (1.0 / LARGEST), LARGEST / largest] }
 }
 
-/// Of sixteen bf16, in pairs, the largest magnitude.
-#[inline(always)]
+/// The largest magnitude of sixteen bf16, given in pairs.
+#[device]
 #[must_use]
 pub fn largest(pairs: &[u32; 8]) -> f32 {
     let mut largest = 0.0;
@@ -139,8 +141,9 @@ pub fn largest(pairs: &[u32; 8]) -> f32 {
     largest
 }
 
-/// Of four bf16, in pairs, the bits of the largest magnitude: as of numbers, the larger are larger.
-#[inline(always)]
+/// The bits of the largest magnitude of four bf16, given in pairs, as an f32. Bits of magnitudes compare as the numbers
+/// do.
+#[device]
 #[must_use]
 pub fn largest_bits(pairs: [u32; 2]) -> u32 {
     let [a, b] = pairs.map(|pair| pair & 0x7fff_7fff);
@@ -148,16 +151,17 @@ pub fn largest_bits(pairs: [u32; 2]) -> u32 {
     low.max((a & 0xffff_0000).max(b & 0xffff_0000))
 }
 
-/// The codes of four bf16, in pairs, in their order: `inverse` is as for [`codes`].
-#[inline(always)]
+/// The codes of four bf16, given in pairs, in their order. `inverse` is as for [`codes`].
+#[device]
 #[must_use]
 pub fn codes_of_four(pairs: [u32; 2], inverse: f32) -> u32 {
     let [[a, b], [c, d]] = pairs.map(math::unpack_bf16);
     math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse])
 }
 
-/// The codes of sixteen bf16, in pairs, in their order: `inverse` is the second of their group's [`scale_of`].
-#[inline(always)]
+/// The codes of sixteen bf16, given in pairs, in their order. `inverse` is the second number of their group's
+/// [`scale_of`].
+#[device]
 #[must_use]
 pub fn codes(pairs: &[u32; 8], inverse: f32) -> [u32; 4] {
     let mut codes = [0; 4];

@@ -1,5 +1,5 @@
-//! What an EAGLE-3 head needs beside the kernels of other models: hidden states of the model that it drafts for, and
-//! the rows that are made of them. What it computes: `model::CpuEagle`.
+//! What an EAGLE-3 head needs beside the kernels of other models: it takes hidden states of the model that it drafts
+//! for, and makes its rows of them. `model::CpuEagle` shows what a head computes.
 //!
 //! ```text
 //! the model's pass    take_states behind three of its layers ─► states, by position
@@ -7,15 +7,15 @@
 //! the head's others   make_pairs of the state that was kept ─► the same
 //! ```
 //!
-//! Layer and output head are [one launch](crate::decode) where a device has the hardware, which keeps the state by
-//! itself, and launches as of any layer otherwise, with `keep_state` behind them.
+//! The head's layer and output head are [one launch](crate::decode) on devices with the hardware for it; that launch
+//! keeps the state by itself. On others they are separate launches as for any layer, followed by `keep_state`.
 //!
 //! # Safety
-//! What is not a kernel is a part of one: `self` is of its parameter block, whose addresses are as that says. Each
-//! element is put by one lane, and nobody reads it before the launch ends or, of the exchange's words, before it has
-//! their sequence flag.
+//! A function that is not a kernel is a part of one: `self` is of the kernel's parameter block, whose addresses are as
+//! that says. One lane puts each element. Nobody reads it before the launch ends or, if it is a word of the exchange,
+//! before that has its sequence flag.
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, shared, thread};
 
 use crate::activations::element_at;
 use crate::exchange::{Exchange, WordKind};
@@ -31,7 +31,7 @@ const THREADS: u32 = 256;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct States {
-    /// `[sequences, slots, 3, dim]`: those of a sequence's position `p` are at slot `p % slots`.
+    /// `[sequences, slots, 3, dim]`: the hidden states of a sequence's position `p` are at slot `p % slots`.
     pub states: GlobalMut<bf16>,
     /// Positions of a sequence that there is room for.
     pub slots: u32,
@@ -42,11 +42,11 @@ pub struct States {
 }
 
 impl States {
-    /// Where those of a sequence's position begin.
+    /// Where the hidden states of a sequence's position begin.
     ///
     /// # Safety
     /// There is memory for so many slots, and for this sequence.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn of(&self, sequence: u32, position: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe {
@@ -63,24 +63,24 @@ impl States {
 pub struct Taps {
     /// Where they go; null where none are wanted.
     pub to: States,
-    /// After how many layers the residual stream is one, of each of the three.
+    /// For each of the three hidden states: after how many layers the residual stream is that state.
     pub after: [u32; STATES as usize],
 }
 
 impl Taps {
     /// Whether any are wanted.
-    #[inline(always)]
+    #[device]
     pub(crate) const fn are_wanted(&self) -> bool {
         !self.to.states.is_null()
     }
 
-    /// Leaves an element of the residual stream of a sequence's position after so many layers, if it is one of a hidden
-    /// state, and there is room for the sequence.
+    /// Stores an element of the residual stream of a sequence's position after this many `layers`, if that is one of
+    /// the three hidden states and there is room for the sequence.
     ///
     /// # Safety
     /// Hidden states are [wanted](Self::are_wanted), and `element` is below their hidden size. No other row of the pass
     /// has the position's slot.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn put(&self, (sequence, position): (u32, u32), layers: u32, element: u32, x: f32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -104,12 +104,12 @@ pub struct TakeStates {
     pub x: Global<f32>,
     /// Written, rounded to bf16.
     pub to: States,
-    /// Which of the three it is.
+    /// Which of the three hidden states it is.
     pub place: u32,
 }
 
-/// Copies the residual stream of the last rows of each sequence to where their positions' hidden states are, as far as
-/// there is room.
+/// Copies the residual stream of each sequence's last rows to the slots of their positions. Sequences that there is no
+/// room for are left out, and so are rows whose slot a later row of the pass takes.
 #[kernel(threads = 256)]
 pub unsafe fn take_states(p: TakeStates) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -119,7 +119,7 @@ pub unsafe fn take_states(p: TakeStates) {
             return;
         }
         let sequence = p.rows.sequences.load(row as usize);
-        // What a later row of this pass takes the slot of.
+        // Whether a later row of this pass takes this row's slot.
         let later = row + p.to.slots;
         let is_old = later < count && p.rows.sequences.load(later as usize) == sequence;
         if is_old || sequence >= p.to.sequences {
@@ -157,7 +157,7 @@ impl GatherStates {
     }
 }
 
-/// Brings the hidden states of every row's position side by side, for a GEMM.
+/// Gathers the three hidden states of each row's position side by side, for a GEMM.
 #[kernel(threads = 256)]
 pub unsafe fn gather_states(p: GatherStates) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -179,7 +179,7 @@ pub unsafe fn gather_states(p: GatherStates) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct EagleStep {
-    /// As [`MakePairs::pairs`]; null in a model's steps. Of one row they are among the
+    /// As [`MakePairs::pairs`]; null in a model's steps. With one row they are among the
     /// [exchange](MakePairs::exchange)'s words instead.
     pub pairs: Global<bf16>,
     /// As [`KeepState::to`].
@@ -187,8 +187,8 @@ pub struct EagleStep {
 }
 
 impl EagleStep {
-    /// Whether this is a head's.
-    #[inline(always)]
+    /// Whether this is a pass of a head.
+    #[device]
     pub(crate) const fn is_wanted(&self) -> bool {
         !self.own.is_null()
     }
@@ -201,20 +201,20 @@ impl EagleStep {
 pub struct MakePairs {
     /// The head's rows.
     pub rows: Rows,
-    /// `[rows, dim]` what `fc` made of the model's hidden states; or `[sequences, dim]` the head's own.
+    /// `[rows, dim]` what `fc` made of the model's hidden states; or `[sequences, dim]` the head's own hidden states.
     pub hidden: Global<f32>,
     /// `[vocab, dim]` the embedding.
     pub embed: Global<bf16>,
     /// `[dim]` the weight of the embedding's norm.
     pub input_norm: Global<bf16>,
-    /// `[dim]` that of the hidden state's.
+    /// `[dim]` the weight of the hidden state's norm.
     pub hidden_norm: Global<bf16>,
-    /// `[rows, 2 · dim]`, written: both, normed. For a pass in one launch as [it reads](crate::activations) them, with
-    /// room for all rows that such a pass may have.
+    /// `[rows, 2 · dim]`, written: the embedding, then the hidden state, both normed. For a pass in one launch they are
+    /// in the order in which [it reads](crate::activations) them, with room for all rows that such a pass may have.
     pub pairs: GlobalMut<bf16>,
     /// `[rows, dim]`, written: the residual stream.
     pub x: GlobalMut<f32>,
-    /// Where a single row goes instead, for a pass in one launch; null where there are launches.
+    /// Where a single row goes instead, for a pass in one launch; null for a pass of several launches.
     pub exchange: Exchange,
     /// Rows of the embedding; a token beyond it (a bug) reads its last row rather than other memory.
     pub vocab: u32,
@@ -224,7 +224,7 @@ pub struct MakePairs {
     pub eps: f32,
     /// 1 if the residual stream begins with the normed hidden state, 0 if with the hidden state.
     pub norm_before_residual: u32,
-    /// 1 if hidden states are the head's own.
+    /// 1 if [`hidden`](Self::hidden) has the head's own states, else 0.
     pub own: u32,
     /// 1 for a pass in one launch.
     pub for_decode: u32,
@@ -235,18 +235,18 @@ impl MakePairs {
     const WARPS: u32 = Self::THREADS / 32;
     /// Elements that the block takes at a time.
     const STRIDE: u32 = 4 * Self::THREADS;
-    /// How often it does so with what a thread keeps in registers: of hidden sizes up to 4,096 always.
+    /// Turns of the block whose elements threads keep in registers: all of them for hidden sizes up to 4,096.
     const KEPT: usize = 2;
     /// Dynamic shared memory: two sums of each warp.
     pub const SHARED_BYTES: u32 = 2 * Self::WARPS * 4;
 
-    /// Puts four elements of a row's pairs, from the `i`-th on, and those of the residual stream that lie there if
-    /// there are any.
+    /// Puts four elements of a row's pairs, from the `i`-th on; and if there is an `x`, the four elements of the
+    /// residual stream that are made beside them.
     ///
     /// # Safety
-    /// There is such a row, `i` is a multiple of 4 below twice the hidden size, and `x` is there from the hidden size
-    /// on alone. With `one_row` there is an exchange.
-    #[inline(always)]
+    /// There is such a row, `i` is a multiple of 4 below twice the hidden size, and `x` is there only if `i` is at
+    /// least the hidden size. With `one_row` there is an exchange.
+    #[device]
     unsafe fn put(&self, one_row: bool, row: u32, i: u32, pairs: [u32; 2], x: Option<[f32; 4]>) {
         // SAFETY: the caller's word.
         unsafe {
@@ -273,14 +273,14 @@ impl MakePairs {
     }
 }
 
-/// Makes of every row's token and hidden state what the projections of the head's layer read.
+/// Makes what the projections of the head's layer read, from every row's token and hidden state.
 #[kernel(threads = 512)]
 pub unsafe fn make_pairs(p: MakePairs) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (row, dim) = (thread::block_idx_y(), p.dim);
         let first = thread::thread_idx_x() * 4;
-        // No launch writes the norms' weights: they come from memory while others end.
+        // No launch writes the norms' weights, so they are loaded while the launches ahead end.
         let words = |from: Global<bf16>, i: u32| from.at(i as usize).cast::<[u32; 2]>().load(0);
         let norms = |i: u32| [words(p.input_norm, i), words(p.hidden_norm, i)];
         let mut kept_norms = [[[0; 2]; 2]; MakePairs::KEPT];
@@ -373,13 +373,13 @@ pub struct KeepState {
     pub rows: Rows,
     /// `[rows, dim]` its residual stream.
     pub x: Global<f32>,
-    /// `[sequences, dim]`, written of those that had rows.
+    /// `[sequences, dim]`, written for those that had rows.
     pub to: GlobalMut<f32>,
     /// Hidden size.
     pub dim: u32,
 }
 
-/// Keeps the head's own hidden state of the last row of each sequence, with which the row after it begins.
+/// Keeps the head's own hidden state of the last row of each sequence, from which the row after it starts.
 #[kernel(threads = 256)]
 pub unsafe fn keep_state(p: KeepState) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

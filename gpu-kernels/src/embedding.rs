@@ -1,12 +1,12 @@
 //! Token embedding: the residual stream begins as `table[token[row], :]`, widened to f32.
 //!
 //! # Safety
-//! `p` is a launch's parameter block, whose addresses are as it says, and `row` is one of its rows. Whole warps call
-//! what is not a kernel, with neighbouring lanes at neighbouring elements, from a multiple of 32 on; the hidden size is
-//! a multiple of 32, too: squares are added over lanes. Each element of a row is one lane's, and nobody reads it before
-//! they have synchronised.
+//! `p` is a launch's parameter block, whose addresses are as it says, and `row` is one of its rows. Functions that are
+//! not kernels are called by whole warps, with neighbouring lanes at neighbouring elements, from a multiple of 32 on.
+//! The hidden size is a multiple of 32, too, because squares are added over lanes. Each element of a row is one lane's,
+//! and nobody reads it before they have synchronised.
 
-use cuda_std::{Global, bf16, kernel, math, thread};
+use cuda_std::{Global, bf16, device, kernel, math, thread};
 
 use crate::linear::place_of;
 use crate::norm::{Residual, SPAN, lane_element, lane_weights, scaled_lane};
@@ -40,8 +40,8 @@ pub unsafe fn embed(p: Embed) {
     }
 }
 
-/// The same for [`gemm`](crate::gemm): scaled rows are in the order of [`slot`](crate::linear::slot), and squares of
-/// spans are added up.
+/// As `embed`, but for [`gemm`](crate::gemm): scaled rows are in the order of [`slot`](crate::linear::slot), and
+/// squares are added up for each span, too.
 #[kernel(threads = 256)]
 pub unsafe fn embed_spans(p: Embed) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -66,9 +66,9 @@ pub unsafe fn embed_spans(p: Embed) {
     }
 }
 
-/// Every `stride`-th element of a row from `first` on; both agree on 32 neighbouring lanes. With `SLOTS` the scaled row
-/// is in the order of [`slot`](crate::linear::slot).
-#[inline(always)]
+/// Embeds every `stride`-th element of a row from `first` on. `first` and `stride` are such that the lanes of a warp
+/// have 32 neighbouring elements. With `SLOTS` the scaled row is in the order of [`slot`](crate::linear::slot).
+#[device]
 pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, first: u32, stride: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -79,9 +79,9 @@ pub(crate) unsafe fn embed_elements<const SLOTS: bool>(p: &Embed, row: u32, firs
     }
 }
 
-/// Gives every `stride`-th element of a row's embedding from `first` on to `put`, behind its weight in the norm and its
-/// place; both agree on 32 neighbouring lanes.
-#[inline(always)]
+/// Calls `put` with every `stride`-th element of a row's embedding from `first` on: with its weight in the norm, its
+/// index, and its value. `first` and `stride` are such that the lanes of a warp have 32 neighbouring elements.
+#[device]
 pub(crate) unsafe fn embed_each(p: &Embed, row: u32, first: u32, stride: u32, put: impl Fn(bf16, u32, f32)) {
     // SAFETY: the caller's word.
     unsafe {

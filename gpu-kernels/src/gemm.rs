@@ -11,9 +11,9 @@
 //! warpgroup 1   rows 64..128 ┘ then the epilogue
 //! ```
 //!
-//! Tiles go down a band of [`Gemm::band`] tile rows before they go right, so that blocks which run at the same time
-//! share rows and features in L2. In the `_2x1` kernels two neighbouring blocks take tiles one above the other, and
-//! each loads half of the features' tile for both. In the `_4x2` kernels four blocks one above the other share
+//! Tiles are handed out down a band of [`Gemm::band`] tile rows before they go right. So blocks that run at the same
+//! time share rows and features in L2. In the `_2x1` kernels, two neighbouring blocks take tiles one above the other,
+//! and each loads half of the features' tile for both. In the `_4x2` kernels, four blocks one above the other share
 //! features, and two side by side share rows:
 //!
 //! ```text
@@ -24,12 +24,12 @@
 //! rows 384 .. 512  block 3                block 7        features: in each step two of the four load a half
 //! ```
 //!
-//! Not every SM finds seven neighbours, so clusters of 2 × 1 do the rest beside them in a launch of their own
-//! ([`Beside`]). What lies beyond `n` or `x` arrives as zeros.
+//! Not every SM has seven free neighbours. So clusters of 2 × 1 do the rest, in a launch of their own that runs beside
+//! the other ([`Beside`]). What lies beyond `n` or `x` arrives as zeros.
 //!
-//! Heads have 128 features and are finished whole. So in the `_n192` kernels, whose blocks take one tile each, two
-//! neighbours have three times 128 features between them, and the middle ones are multiplied with the upper 64 rows by
-//! one and with the lower 64 by the other:
+//! Heads have 128 features, and a warpgroup finishes whole heads. In the `_n192` kernels each block takes one tile, and
+//! two neighbours have three heads between them. One block multiplies the middle head by the upper 64 rows, the other
+//! by the lower 64:
 //!
 //! ```text
 //! features          0 .. 128   128 .. 256   256 .. 384
@@ -38,7 +38,7 @@
 //! ```
 //!
 //! Norms are fused into the GEMMs as [`norm`](crate::norm) says. A warpgroup adds up the squares of its tile's rows
-//! while its first MMAs run. So that these are few, `add` leaves one sum for [`SPAN`] features.
+//! while its first MMAs run. `add` writes one sum of squares for [`SPAN`] features, so that there are few to add up.
 //!
 //! # Epilogues
 //! | kernels | of the sums, times the row's factor |
@@ -48,37 +48,37 @@
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
-//! What an epilogue reads from memory first, its lanes load into registers while MMAs run.
+//! While MMAs run, the lanes load into registers what the epilogue needs first.
 //!
-//! The `_e4m3` kernels make them of [e4m3](crate::e4m3), with scales for every 128 inputs, in tiles of 128 weight rows.
+//! The `_e4m3` kernels multiply [e4m3](crate::e4m3), with scales for every 128 inputs, in tiles of 128 weight rows.
 //!
-//! The kernels may be launched early ([`dependent_launch`]): before they wait for the launches ahead they fetch the
-//! first stages' weights.
+//! The kernels may be launched early ([`dependent_launch`]): they fetch the first stages' weights before they wait for
+//! the launches ahead.
 //!
 //! # Order
-//! An output is the sum that [`linear`](crate::linear) makes, bit for bit: slices of 64 input features form
-//! [`K_PARTIALS`] split-K partials in the tensor core's accumulator, which are added from first to last. Here a tile is
-//! multiplied one split-K partial after another, and the sum of those that are done are the tile's *totals*: of tiles
-//! of 128 weight rows in registers beside the accumulators, of wider ones three quarters in registers and a quarter in
-//! shared memory, where the epilogue's boxes are when there are no totals. The weights lie as the [decode
-//! kernel](crate::decode) has them, activations in the order of [`slot`](crate::linear::slot): so an instruction
+//! An output has the bits of [`linear`](crate::linear): slices of 64 input features form [`K_PARTIALS`] split-K
+//! partials in the tensor core's accumulator, which are added from first to last. This kernel multiplies a tile one
+//! split-K partial after another. The sums of the finished partials are the tile's *totals*. With tiles of 128 weight
+//! rows, totals stay in registers beside the accumulators. With wider ones, three quarters stay in registers and a
+//! quarter in shared memory, which holds the epilogue's boxes when there are no totals. The weights lie as for the
+//! [decode kernel](crate::decode), and activations in the order of [`slot`](crate::linear::slot): so an instruction
 //! multiplies the same 16 inputs everywhere.
 //!
 //! # Ladder
-//! 1. `linear`: 64 rows a launch, every N-tile reads the activations again. A third of the bandwidth, a twentieth of
-//!    the tensor cores.
-//! 2. This.
+//! 1. `linear`: 64 rows a launch, and every N-tile reads the activations again. It reaches a third of the bandwidth and
+//!    a twentieth of the tensor cores' rate.
+//! 2. This module.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses, maps and grid are as it says. The whole block begins in
-//! `gemm_of`, which makes the ring's barriers before anyone waits for one. [`produce`] is one lane's of warpgroup 2.
-//! What multiplies is called by whole warpgroups 0 and 1, each with the tiles that [`produce`] takes, in the same
-//! order. A warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
-//! accumulators have been waited for when these are read. Each warpgroup frees every stage once, when it is done with
-//! it; where its warps load from a stage, each of them does.
+//! `gemm_of`, which makes the ring's barriers before anyone waits for one. One lane of warpgroup 2 calls [`produce`].
+//! Whole warpgroups 0 and 1 call what multiplies, each with the tiles that [`produce`] takes, in the same order. A
+//! warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
+//! accumulators have been waited for when these are read. Each warpgroup releases every stage once, when it is done
+//! with it; where its warps load from a stage, each warp does.
 
 use cuda_std::tensor::{self, TensorMap};
-use cuda_std::{Global, GlobalMut, bf16, bulk, cluster, dependent_launch, kernel, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, bulk, cluster, dependent_launch, device, kernel, thread, warp, wgmma};
 
 use crate::e4m3::CodedRows;
 use crate::linear::{K_PARTIALS, N_TILE};
@@ -87,21 +87,22 @@ use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
 use crate::stream::{SLICES_APART, TOGETHER};
 
-/// Rows of a tile. Whatever a kernel writes has room for whole tiles of rows; those beyond `m` are not specified.
+/// Rows of a tile. All outputs have room for whole tiles of rows; rows beyond `m` have unspecified contents.
 pub const TILE_ROWS: u32 = 128;
 /// Input features of a stage of the ring; the input size is a multiple of it.
 pub const DEPTH: u32 = tensor::ROW;
-/// Features of an output tile that are finished at a time; the output size is a multiple of it, and of 128 for `qkv`
-/// and `add`.
+/// Features of an output tile that an epilogue finishes at a time. The output size is a multiple of it, and of 128 for
+/// `qkv` and `add`.
 pub const BOX: u32 = tensor::ROW;
-/// Features whose squares are added up for the norm that comes next, beside those of N-tiles: see [`Residual::spans`].
+/// Features with one sum of squares for the norm that comes next, in addition to the sums of N-tiles: see
+/// [`Residual::spans`].
 pub const SPAN: u32 = crate::norm::SPAN;
-/// Weight rows that are loaded together.
+/// Weight rows that one copy loads.
 pub const WEIGHT_ROWS: u32 = TOGETHER * N_TILE;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
 
-/// Weight rows that a tile of `n` loads.
+/// Weight rows that the kernel for tiles of `n` weight rows loads for each tile.
 const fn loaded(n: u32) -> u32 {
     if n == 128 { 128 } else { 256 }
 }
@@ -129,14 +130,15 @@ pub const GROUP: u32 = 128;
 const GROUP_ROWS: u32 = 64;
 const X_BYTES: u32 = TILE_ROWS * DEPTH * 2;
 const BOX_BYTES: u32 = GROUP_ROWS * BOX * 2;
-/// TMA's, of swizzled tiles.
+/// TMA wants swizzled tiles to begin at a multiple of this.
 const BOX_ALIGNMENT: u32 = 1024;
-/// Of a quarter of a tile of 256 weight rows: 32 for each lane that multiplies.
+/// Bytes of a quarter of the totals of a tile of 256 weight rows: 32 f32 for each lane that multiplies.
 const TOTALS_BYTES: u32 = 2 * GROUP * 32 * 4;
 const _: () = assert!(SLICES_APART == WEIGHT_ROWS * DEPTH * 2);
 
-/// Parameters of the GEMMs of this module. Grid: at most one block an SM, for `_2x1` and `_4x2` kernels whole clusters;
-/// for `_n192` kernels two for every 384 features of every tile of rows. Shared memory: [`Gemm::shared_bytes`].
+/// Parameters of the GEMMs of this module. Grid: at most one block an SM, in whole clusters for `_2x1` and `_4x2`
+/// kernels. For `_n192` kernels: two blocks for every 384 features of every tile of rows. Shared memory:
+/// [`Gemm::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Gemm {
@@ -150,37 +152,37 @@ pub struct Gemm {
     pub blocks: u32,
     /// N-tiles of the whole matrix.
     pub n_tiles: u32,
-    /// The activations, bf16 `[rows, n]` in tiles of 64 rows: `swiglu`, in the order of [`slot`](crate::linear::slot),
-    /// and `plain`.
+    /// The activations that `swiglu` and `plain` write, bf16 `[rows, n]`, in tiles of 64 rows. `swiglu` writes them in
+    /// the order of [`slot`](crate::linear::slot).
     pub out: Global<TensorMap>,
-    /// `write` alone: `[rows, n]`, whole tiles of rows.
+    /// `[rows, n]`, whole tiles of rows: written by `write` alone.
     pub y: GlobalMut<f32>,
-    /// What each row has yet to be divided by, if anything: `qkv`, `write` and `swiglu`. Its squares are sums over
-    /// [`SPAN`] elements, as [`Residual::spans`] has them.
+    /// What `qkv`, `write` and `swiglu` still have to divide each row by, if anything. Its squares are sums over
+    /// [`SPAN`] elements, as in [`Residual::spans`].
     pub norm: Norm,
-    /// `[n]`: what is added to each row when it was multiplied by its factor, `qkv` and `write` alone, and not with
-    /// `_n192` kernels; null for nothing.
+    /// `[n]`: what `qkv` and `write` add to each row after they have multiplied it by its factor; null for nothing. The
+    /// `_n192` kernels ignore it.
     pub bias: Global<bf16>,
-    /// What heads are made with and where they go, `qkv` alone; its `qkv` is not used.
+    /// What `qkv` makes heads with, and where they go; its own field `qkv` is not used.
     pub heads: SplitHeads,
     /// What `add` adds to, `n` features wide.
     pub residual: Residual,
-    /// `[n]` the weight of the norm that comes next: `add` alone.
+    /// `[n]`: the weight of the norm that comes next; `add` alone reads it.
     pub next_norm: Global<bf16>,
-    /// Where `add` of e4m3 puts the norm's input as codes, and `swiglu_coded` its activation, `n` of a row; with `add`
-    /// null where it is wanted in bf16.
+    /// Where `add` of e4m3 puts the norm's input as codes, and `swiglu_coded` its activation, `n` codes a row. Where it
+    /// is null, `add` writes bf16.
     pub codes: CodedRows,
-    /// Rows from here on are computed: a multiple of [`TILE_ROWS`].
+    /// First row to compute: a multiple of [`TILE_ROWS`].
     pub first_row: u32,
-    /// Up to here.
+    /// End of the rows to compute.
     pub m: u32,
-    /// Output features from here on are computed: a multiple of 128.
+    /// First output feature to compute: a multiple of 128.
     pub first_feature: u32,
-    /// Up to here.
+    /// End of the output features to compute.
     pub n: u32,
-    /// Input features; of e4m3 two count as one.
+    /// Input features; with e4m3, pairs of them.
     pub k: u32,
-    /// Rows of clusters' tiles in a band, at least one.
+    /// Height of a band, in tiles of a block or of a cluster; at least one.
     pub band: u32,
     /// The other launch of the same GEMM, if there is one.
     pub beside: Beside,
@@ -192,39 +194,39 @@ impl Gemm {
         Shape::new(0, if n == 128 { 6 } else { 4 }, X_BYTES + loaded(n) * DEPTH * 2)
     }
 
-    /// Where the boxes begin, with tiles of `n` weight rows.
+    /// Where the epilogue's boxes begin, with tiles of `n` weight rows.
     const fn boxes(n: u32) -> u32 {
         Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Dynamic shared memory of a block with tiles of `n` weight rows: the ring, two boxes of output for each
-    /// warpgroup, or totals.
+    /// Bytes of dynamic shared memory of a block with tiles of `n` weight rows: the ring, then two boxes of output for
+    /// each warpgroup. With wide tiles, totals lie in the place of the boxes.
     pub const fn shared_bytes(n: u32) -> u32 {
         Self::boxes(n) + if n == 128 { 4 * BOX_BYTES } else { TOTALS_BYTES }
     }
 
-    /// Slices of the sum.
-    #[inline(always)]
+    /// K-slices of an output's sum.
+    #[device]
     fn slices(&self) -> u32 {
         self.k / DEPTH
     }
 
-    /// K-slices of a split-K partial.
-    #[inline(always)]
+    /// K-slices of split-K partial number `k_partial`.
+    #[device]
     fn k_partial(&self, k_partial: u32) -> u32 {
         (self.slices() + K_PARTIALS - 1 - k_partial) / K_PARTIALS
     }
 }
 
-// What a block of an H100 may have; and a box is one half's totals at most.
+// A block of an H100 has at most this much. The four boxes fit into the place of totals.
 const _: () = assert!(Gemm::shared_bytes(256) <= 232_448 && Gemm::shared_bytes(128) <= 232_448);
 const _: () = assert!(4 * BOX_BYTES <= TOTALS_BYTES);
 
-/// Waits until what the launches ahead left can be read. Blocks alone have nobody beside them.
+/// Waits until what the launches ahead wrote can be read. Kernels without clusters have no launch beside them.
 ///
 /// # Safety
 /// Where blocks are in clusters, [`Gemm::beside`] is as [`Beside::wait`] asks.
-#[inline(always)]
+#[device]
 unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     if DOWN * ACROSS > 1 {
         // SAFETY: the caller's word.
@@ -234,12 +236,12 @@ unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     }
 }
 
-/// What is multiplied.
+/// The kind of operands that a GEMM multiplies.
 trait Inputs: Copy {
-    /// Bytes of a stage behind its rows and weights, of which so many are copied there.
+    /// Bytes of a stage behind its rows and weights, and how many of them copies fill.
     const TAIL_BYTES: u32;
     const COPIED: u32;
-    /// Stages of a ring of `n` weight rows.
+    /// The ring for tiles of `n` weight rows.
     fn ring(n: u32) -> Shape;
     /// Starts the copies to a stage's tail, for the tile at a row and an N-tile.
     ///
@@ -248,13 +250,13 @@ trait Inputs: Copy {
     /// [`COPIED`](Self::COPIED) bytes beside the others. The row and the slice are of a tile of the launch, the N-tile
     /// one of the matrix.
     unsafe fn load_tail(self, ring: &Ring, at: [u32; 2], slice: u32);
-    /// Whether a tile's slices come split-K partial by partial, not one after another.
+    /// Whether a tile's slices come split-K partial by split-K partial, or in order.
     const SPLIT: bool;
     /// Blocks that take the same tile, each for some of its rows.
     const SHARERS: u32;
-    /// How often a block's consumers release a stage: each warpgroup once, or each warp.
+    /// How often a block's consumers release each stage: once for each warpgroup, or once for each warp.
     const RELEASES: u32;
-    /// A warpgroup multiplies what comes, and finishes its part of each tile.
+    /// A warpgroup's consumer role: it multiplies the stages that arrive, and finishes its part of each tile.
     ///
     /// # Safety
     /// Warpgroups 0 and 1 of the block call it, once, with registers for the accumulators. `tiles` are those that the
@@ -262,7 +264,7 @@ trait Inputs: Copy {
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles);
 }
 
-/// bf16, with nothing beside it.
+/// bf16 operands, which have no tail in a stage.
 #[derive(Clone, Copy)]
 struct Bf16;
 
@@ -273,15 +275,15 @@ impl Inputs for Bf16 {
     const SHARERS: u32 = 1;
     const RELEASES: u32 = 2;
 
-    #[inline(always)]
+    #[device]
     fn ring(n: u32) -> Shape {
         Gemm::ring(n)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn load_tail(self, _: &Ring, _: [u32; 2], _: u32) {}
 
-    #[inline(always)]
+    #[device]
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles) {
         // SAFETY: the caller's word.
         unsafe {
@@ -296,30 +298,30 @@ impl Inputs for Bf16 {
     }
 }
 
-/// A GEMM with an epilogue, in tiles of `N` weight rows; `DOWN` × `ACROSS` blocks take theirs together. Blocks have
-/// [`THREADS`].
+/// A GEMM with an epilogue, in tiles of `N` weight rows; clusters of `DOWN` × `ACROSS` blocks take theirs together.
+/// Blocks have [`THREADS`] threads.
 ///
 /// # Safety
 /// As the parameter block says. All threads of every block call it.
-#[inline(always)]
+#[device]
 pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     // SAFETY: the caller's word.
     unsafe { gemm_of::<E, Bf16, N, DOWN, ACROSS>(p, Bf16) }
 }
 
-/// The roles of a GEMM's warps.
+/// Assigns the roles of a GEMM to the block's warps.
 ///
 /// # Safety
 /// All threads of every block call it, [`THREADS`] of each, in clusters of `DOWN` × `ACROSS` blocks. `inputs` are as
 /// `p`'s launch has them.
-#[inline(always)]
+#[device]
 unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, inputs: I) {
     // SAFETY: the caller's word.
     unsafe {
         wgmma::declare();
         dependent_launch::allow_next();
         if thread::thread_idx_x() == 0 {
-            // By each block that shares weights or rows.
+            // Every block that shares weights or rows with this one releases a stage, and so does this one.
             Ring::init(I::ring(N), I::RELEASES * (DOWN + ACROSS - 1));
             bulk::fence_init();
         }

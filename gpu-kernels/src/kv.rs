@@ -1,4 +1,4 @@
-//! Where a key and a value lie in the paged cache.
+//! The layout of the paged KV cache.
 //!
 //! A layer's cache is an array of pages; a page holds [`PAGE_TOKENS`] tokens of one sequence for every key-value head:
 //!
@@ -6,15 +6,15 @@
 //! [page][kv_head][ keys: token, dim | values: token, dim ]      bf16
 //! ```
 //!
-//! The 16-byte chunks of a token's row are swizzled: chunk `c` lies at `c ^ (token % 8)` ([`place`]). So however a page
-//! comes into shared memory, its rows lie there as `wgmma` and `ldmatrix` read them without bank conflicts, and the
-//! first tokens of a page are one piece of memory.
+//! The 16-byte chunks of a token's row are swizzled: chunk `c` lies at `c ^ (token % 8)` ([`place`]). So whichever way
+//! a page is copied into shared memory, `wgmma` and `ldmatrix` read its rows there without bank conflicts. The keys, or
+//! values, of a page's first tokens are contiguous.
 //!
-//! A batch's full pages may be [packed](crate::packed), which is for one kernel to read.
+//! A batch's full pages may be [packed](crate::packed); only attention of `batched` reads those.
 //!
 //! A sequence's pages are listed in its page table; table `s` starts at `s * stride`.
 
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{Global, GlobalMut, bf16, device};
 
 /// Size of an attention head; the Qwen3 family has no other.
 pub const HEAD_DIM: u32 = 128;
@@ -23,37 +23,38 @@ pub const PAGE_TOKENS: u32 = 64;
 /// Elements of one kind (keys or values) that a page holds for one head.
 const BLOCK: u32 = PAGE_TOKENS * HEAD_DIM;
 
-/// Where dimension `d` lies in the row of `position`, of a key or a value: eight dimensions, 16 bytes, stay together.
-#[inline(always)]
+/// Where dimension `d` of a key or a value lies in the row of `position`. Chunks of eight dimensions, 16 bytes, stay
+/// together.
+#[device]
 #[must_use]
 pub const fn place(position: u32, d: u32) -> u32 {
     d ^ (position % 8 * 8)
 }
 
-/// How a head's keys, or values, of a page lie in shared memory: rows of tokens, of two halves of 128 bytes. The
+/// How a page's keys, or values, of one head lie in shared memory. Each token has a row of two halves of 128 bytes. The
 /// 16-byte chunks of a half are at their [`place`].
 #[derive(Clone, Copy)]
 pub(crate) struct PageLayout {
-    /// Bytes from a token to the next.
+    /// Bytes from one token to the next.
     row: u32,
-    /// Bytes from the first half of a row to the other.
+    /// Bytes from the first half of a row to the second.
     half: u32,
 }
 
 impl PageLayout {
-    /// As in the cache.
+    /// The layout of the cache.
     pub const CACHE: Self = Self { row: HEAD_DIM * 2, half: HEAD_DIM };
-    /// All first halves, then all others: as `wgmma` reads them.
+    /// All first halves, then all second halves: as `wgmma` reads them.
     pub const HALVES: Self = Self { row: HEAD_DIM, half: PAGE_TOKENS * HEAD_DIM };
 
     /// Where the first half of a token's row begins, in bytes.
-    #[inline(always)]
+    #[device]
     pub const fn row(self, token: u32) -> u32 {
         token * self.row
     }
 
-    /// Where a token's eight dimensions from `8 chunk` on lie, in bytes.
-    #[inline(always)]
+    /// The byte at which a token's chunk number `chunk` lies: its eight dimensions from `8 · chunk` on.
+    #[device]
     pub const fn chunk(self, token: u32, chunk: u32) -> u32 {
         self.row(token) + chunk / 8 * self.half + (chunk ^ token) % 8 * 16
     }
@@ -79,12 +80,12 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// The number of page `index` of `sequence` for `kv_head`, among the pages of all heads: its keys are rows 2 ·
-    /// [`PAGE_TOKENS`] times that and on, of [`HEAD_DIM`] elements each, and its values follow.
+    /// The block of page `index` of `sequence` for `kv_head`. Blocks number the pages of all heads: block `b` begins
+    /// with its keys at row `2 · PAGE_TOKENS · b`, in rows of [`HEAD_DIM`] elements, and its values follow.
     ///
     /// # Safety
     /// The table has that entry.
-    #[inline(always)]
+    #[device]
     pub unsafe fn block_index(&self, sequence: u32, index: u32, kv_head: u32) -> u32 {
         // SAFETY: the caller's word.
         unsafe { self.page(sequence, index) * self.kv_heads + kv_head }
@@ -94,7 +95,7 @@ impl Cache {
     ///
     /// # Safety
     /// The table has that entry.
-    #[inline(always)]
+    #[device]
     pub unsafe fn page(&self, sequence: u32, index: u32) -> u32 {
         let entry = sequence as usize * self.table_stride as usize + index as usize;
         // SAFETY: the caller's word.
@@ -105,37 +106,37 @@ impl Cache {
     ///
     /// # Safety
     /// The sequence has a page for the position.
-    #[inline(always)]
+    #[device]
     pub unsafe fn key(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.key_in(self.block_index(sequence, position / PAGE_TOKENS, kv_head), position) }
     }
 
-    /// The key of `position`, where the page and head have this [`block_index`](Self::block_index).
+    /// The key of `position` in the block with this [`block_index`](Self::block_index).
     ///
     /// # Safety
     /// There is such a page.
-    #[inline(always)]
+    #[device]
     pub unsafe fn key_in(&self, block: u32, position: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.pages.at(block as usize * 2 * BLOCK as usize + (position % PAGE_TOKENS * HEAD_DIM) as usize) }
     }
 
-    /// The value of `position`, likewise.
+    /// The value of `position`: [`HEAD_DIM`] elements, each at its [`place`].
     ///
     /// # Safety
     /// The sequence has a page for the position.
-    #[inline(always)]
+    #[device]
     pub unsafe fn value(&self, sequence: u32, position: u32, kv_head: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.value_in(self.block_index(sequence, position / PAGE_TOKENS, kv_head), position) }
     }
 
-    /// The value of `position`, where the page and head have this [`block_index`](Self::block_index).
+    /// The value of `position` in the block with this [`block_index`](Self::block_index).
     ///
     /// # Safety
     /// There is such a page.
-    #[inline(always)]
+    #[device]
     pub unsafe fn value_in(&self, block: u32, position: u32) -> GlobalMut<bf16> {
         // SAFETY: the caller's word.
         unsafe { self.key_in(block, position).at(BLOCK as usize) }

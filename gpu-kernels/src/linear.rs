@@ -5,28 +5,28 @@
 //! A block owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps distribute the slices of [`SLICE`] = 64
 //! input features among themselves and feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16
 //! features) and the token rows as B (8 rows a tile, `TILES` tiles). A sum over k does not depend on where its terms
-//! stand as long as A and B agree, so a lane loads 16 contiguous bytes of a row and uses them as the four k-pairs that
-//! it must supply; the weights lie so that a warp loads a register of all its lanes as 128 contiguous bytes. No shared
-//! memory, no shuffles.
+//! stand as long as A and B agree. So a lane loads 16 contiguous bytes of a row and uses them as the four k-pairs that
+//! it must supply. The weights lie so that all lanes of a warp load one of their registers as 128 contiguous bytes. The
+//! inputs need no shared memory and no shuffles.
 //!
 //! The input of a layer that follows a norm is not normalised yet: the sums are multiplied by the row's factor at the
 //! end (see [`norm`](crate::norm)).
 //!
 //! # Order
-//! An output is the sum over its warp's slices, in order, in the tensor core's accumulator, then over the 4 warps from
-//! first to last. A column of B never meets another, so a row's result is the same bits whatever rows share the launch
-//! and however many tiles there are: [`linear_8`] and [`linear_64`] agree (tested).
+//! An output is summed over its warp's slices first, in order, in the tensor core's accumulator. Then the sums of the 4
+//! warps are added from first to last. A column of B never meets another. So the bits of a row depend neither on the
+//! rows that share the launch nor on the number of tiles: [`linear_8`] and [`linear_64`] agree (tested).
 //!
 //! # Ladder
-//! 1. A thread an output (the reference in the tests).
-//! 2. This: tensor cores, weights streamed by plain loads, one launch an operator.
+//! 1. One thread computes an output (the reference in the tests).
+//! 2. This module: tensor cores, weights streamed by plain loads, one launch for each operator.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses are as it says, with no more N-tiles in the grid than the matrix
-//! has. What is not a kernel is called by the whole block, all of its warps together, since they synchronise. They have
-//! [`Linear::shared_bytes`] of dynamic shared memory to themselves, and the block's N-tile of every row of the output.
+//! has. What is not a kernel is called by the whole block, all of its warps together, since they synchronise. The block
+//! has [`Linear::shared_bytes`] of dynamic shared memory to itself, and its N-tile of every row of the output.
 
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, mma, shared, thread};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, mma, shared, thread};
 
 use crate::gate;
 use crate::norm::{Norm, Residual};
@@ -38,12 +38,12 @@ use crate::stream::{STEP_BYTES, StreamMatrix, core_word};
 pub const SLICE: u32 = 64;
 /// Output features of a block.
 pub const N_TILE: u32 = 16;
-/// Split-K partials of products that an output is the sum of: a warp each.
+/// Split-K partials that an output is the sum of: one for each warp.
 pub const K_PARTIALS: u32 = 4;
 /// Threads of a block: a warp for each split-K partial.
 const THREADS: u32 = K_PARTIALS * 32;
-/// Slices of a warp's turn. Of four, or of four while the next four are under way, few rows gain nothing: warps have
-/// more registers then, and so there are fewer of them.
+/// Slices that a warp multiplies at a time, while it loads as many for the next turn. Four would gain nothing with few
+/// rows, with or without loading ahead: warps would need more registers, so fewer would fit on an SM.
 const TOGETHER: u32 = 2;
 
 /// Parameters of the kernels of this module. Grid: the matrix's N-tiles. Shared memory: [`Linear::shared_bytes`].
@@ -56,55 +56,56 @@ pub struct Linear {
     pub x: Global<bf16>,
     /// The weights; gate and up in `swiglu_*`. Input features are a multiple of twice [`SLICE`].
     pub weights: StreamMatrix,
-    /// What the input has yet to be divided by.
+    /// What the input still has to be divided by.
     pub norm: Norm,
     /// `[rows, n]`: written by `linear_*` alone.
     pub y: GlobalMut<f32>,
     /// `[rows, n]`: written by `swiglu_*` alone.
     pub activation: GlobalMut<bf16>,
-    /// Added to by `linear_add_*` alone; its size is `n`.
+    /// What `linear_add_*` adds to, and only they; its size is `n`.
     pub residual: Residual,
     /// `[n]`: the weight of the norm that comes after `linear_add_*`.
     pub next_norm: Global<bf16>,
-    /// `[n]`: what `linear_*` adds; null for nothing.
+    /// `[n]`: what `linear_*` adds to each row; null for nothing.
     pub bias: Global<bf16>,
-    /// Output features; of gate and up, those of each.
+    /// Output features; with `swiglu_*` those of gate, which are as many as those of up.
     pub n: u32,
-    /// First row to compute: the head, which skips rows whose logits nobody asked for.
+    /// First row to compute. The head uses it to skip rows whose logits nobody asked for.
     pub first_row: u32,
 }
 
 impl Linear {
-    /// Dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp, and each row's factor.
+    /// Bytes of dynamic shared memory for a launch of up to `rows` rows: the partial sums of every warp, and each row's
+    /// factor.
     pub const fn shared_bytes(rows: u32) -> u32 {
         let rows = rows.div_ceil(8) * 8;
         (K_PARTIALS * N_TILE + 1) * rows * 4
     }
 }
 
-/// Where an element of a row of activations goes when the inputs that one tensor core instruction multiplies are to be
-/// neighbours, in the order of its slots (see [`batched`](crate::batched)). Here, lane `t` of four loads inputs
-/// `8 t .. 8 t + 8` of 32 and gives the first four to one instruction, the others to the next; of four, the first two
-/// go to slots `2 t` and `2 t + 1`, the others 8 further.
-#[inline(always)]
+/// Where an element of a row of activations goes in *slot order*: the inputs that one tensor core instruction
+/// multiplies are neighbours, in the order of its slots (see [`batched`](crate::batched)). In this module, lane `t` of
+/// four loads inputs `8 t .. 8 t + 8` of 32. It gives the first four to one instruction and the other four to the next.
+/// Of each four, the first two go to slots `2 t` and `2 t + 1`, and the other two go 8 slots further.
+#[device]
 #[must_use]
 pub const fn slot(element: u32) -> u32 {
     let (t, step, high, low) = (element >> 3 & 3, element >> 2 & 1, element >> 1 & 1, element & 1);
     element & !31 | step << 4 | high << 3 | t << 1 | low
 }
 
-/// Where an element of a row goes: in the order of [`slot`], or as it comes.
-#[inline(always)]
+/// Where an element of a row goes: to its [`slot`] with `SLOTS`, else to its own index.
+#[device]
 pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
     (if SLOTS { slot(element) } else { element }) as usize
 }
 
-/// One warp's split-K partial of the block's N-tile. Leaves the partial sums of the block in shared memory,
-/// `[warp][row][feature]`, and synchronises at a barrier.
+/// Each warp computes its split-K partial of the block's N-tile and leaves it in shared memory, `[warp][row][feature]`.
+/// Where a norm comes before, the rows' factors go behind the partials. Ends with a barrier of the block.
 ///
 /// # Safety
 /// `count` is what [`rows_here`] says, and not 0.
-#[inline(always)]
+#[device]
 unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -118,7 +119,8 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
         let mut slice = warp;
         let slices = k_size / SLICE;
         let turn = TOGETHER * K_PARTIALS;
-        // The fragments of a turn's slices, four instructions of each; of the last turn's some slices may not be.
+        // Loads the fragments of a turn's slices, four instructions for each slice. The last turn may have fewer
+        // slices.
         let fetch = |slice: u32| {
             let mut fragments = [[0u32; 4]; 4 * TOGETHER as usize];
             unroll!(S < 2; {
@@ -135,7 +137,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
             });
             fragments
         };
-        // The next turn's are under way while these are multiplied.
+        // The next turn's fragments are under way while this turn's are multiplied.
         let mut next = fetch(slice);
         while slice < slices {
             let fragments = next;
@@ -144,7 +146,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
             unroll!(T < TILES of 8; {
                 let row = T as u32 * 8 + g;
                 let x = p.x.at((p.first_row + row) as usize * k_size as usize + k);
-                // Half a slice: what a lane loads of a row is two instructions' inputs.
+                // `J` counts half slices: one load of a row gives a lane the inputs of two instructions.
                 unroll!(J < 4; {
                     if slice + J as u32 / 2 * K_PARTIALS < slices {
                         let at = (J / 2) * (K_PARTIALS * SLICE) as usize + (J % 2) * 32;
@@ -185,7 +187,7 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
 /// # Safety
 /// The block has come out of [`partial_sums`], and has written nothing else there since. `row` is below its `count`,
 /// and `feature` below [`N_TILE`].
-#[inline(always)]
+#[device]
 unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -> f32 {
     // SAFETY: the caller's word.
     unsafe {
@@ -204,14 +206,14 @@ unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -
 }
 
 /// Rows that this launch computes: at most `TILES * 8`, from `first_row` on.
-#[inline(always)]
+#[device]
 unsafe fn rows_here<const TILES: usize>(p: &Linear) -> u32 {
     // SAFETY: the caller's word.
     let count = unsafe { p.rows.count.load(0) };
     count.saturating_sub(p.first_row).min(TILES as u32 * 8)
 }
 
-#[inline(always)]
+#[device]
 unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
     // SAFETY: the caller's word.
     unsafe {
@@ -222,7 +224,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
         let first = thread::block_idx_x() * N_TILE;
         partial_sums::<TILES>(p, count);
         let mut e = thread::thread_idx_x();
-        // A warp stays together: it holds two N-tiles of the residual.
+        // Whole warps go round together: `put` takes all lanes of a warp, which have two N-tiles of the residual.
         while e - e % 32 < count * N_TILE {
             let valid = e < count * N_TILE;
             let (row, feature) = (if valid { e / N_TILE } else { 0 }, e % N_TILE);
@@ -242,7 +244,7 @@ unsafe fn linear<const TILES: usize, const ADD: bool>(p: &Linear) {
     }
 }
 
-#[inline(always)]
+#[device]
 unsafe fn swiglu<const TILES: usize>(p: &Linear) {
     // SAFETY: the caller's word.
     unsafe {

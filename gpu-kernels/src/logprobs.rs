@@ -1,18 +1,20 @@
-//! What log-probabilities of tokens are made of: the largest logit of a row, the mass of all, the likeliest tokens, and
-//! the logit of the token that is chosen.
+//! What log-probabilities of tokens are computed from: a row's largest logit, the mass of all its tokens, the likeliest
+//! tokens, and the logit of the token that is chosen.
 //!
-//! By the model's own logits, before penalties and temperature. Rows are split over CTAs as for the
-//! [sampler](crate::sample), and the likeliest tokens found as it finds what top-k keeps, unless they are few. Masses
-//! are its integers: their sum has no order, and is the same on the CPU.
+//! All of these are by the model's own logits, before penalties and temperature. Rows are split over CTAs as for the
+//! [sampler](crate::sample). Unless few are wanted, the likeliest tokens are found in the way in which the sampler
+//! finds what top-k keeps. Masses are the sampler's integers: their sum does not depend on the order, and is the same
+//! on the CPU.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses are as it says. Every function that is not a kernel is called by
-//! whole CTAs, and for a row by all CTAs of its team, which take the same way: they wait for each other, so the launch
-//! is cooperative. A CTA has [`sample::SHARED_BYTES`] of dynamic shared memory to itself, and a team its scratch.
+//! whole CTAs, and for a row by all CTAs of its team, which take the same branches: they wait for each other, so the
+//! launch is cooperative. A CTA has [`sample::SHARED_BYTES`] of dynamic shared memory to itself, and a team its
+//! scratch.
 
 use core::marker::PhantomData;
 
-use cuda_std::{Global, GlobalMut, kernel, shared, thread};
+use cuda_std::{Global, GlobalMut, device, kernel, shared, thread};
 
 use crate::sample::{
     self, All, Count, Inputs, MOST_CANDIDATES, MOST_SPLITS, Question, Raw, Row, SIDE_BY_SIDE, Split, THREADS, Team,
@@ -20,9 +22,10 @@ use crate::sample::{
 };
 use crate::step::{NO_TOKEN, Rows};
 
-/// Most likeliest tokens of a row.
+/// The most likeliest tokens that can be noted of a row.
 pub const MOST: usize = 20;
-/// So few are found one after the other: each CTA has the best of its slice, and of these the last one.
+/// Up to this many likeliest tokens are found one after the other: each CTA nominates the best of its slice, and the
+/// last CTA takes the best of these.
 const FEW: u32 = 4;
 const _: () = assert!(FEW * MOST_SPLITS <= MOST_CANDIDATES);
 
@@ -34,10 +37,10 @@ impl Note {
     pub const CHOSEN: usize = 0;
     /// The largest logit.
     pub const MAX: usize = 1;
-    /// The mass of all tokens, the low half first: the largest logit's is [`UNIT_MASS`](sample::UNIT_MASS).
+    /// The mass of all tokens, two words, the low one first. The largest logit has [`UNIT_MASS`](sample::UNIT_MASS).
     pub const TOTAL: usize = 2;
-    /// `[MOST, 2]` tokens with their logits, as many as were asked for: the likeliest first, of equal ones the lower
-    /// token.
+    /// `[MOST, 2]` tokens with their logits, as many as were asked for: the likeliest first, and of equal logits the
+    /// lower token first.
     pub const TOP: usize = 4;
     /// Words of a note.
     pub const WORDS: usize = Self::TOP + 2 * MOST;
@@ -53,21 +56,21 @@ impl Wanted {
     pub const NO_ROW: u32 = u32::MAX;
     /// How many likeliest tokens, at most [`MOST`].
     pub const TOP: usize = 1;
-    /// Which of the chosen tokens follows the row.
+    /// The index among [`NoteLogits::sampled`] of the token that was chosen after the row.
     pub const CHOICE: usize = 2;
     /// Words of an entry.
     pub const WORDS: usize = 3;
 }
 
 /// Parameters of [`note_logits`] and [`note_chosen`]. The first: cooperative; grid: a [`Split`]'s, with as many teams
-/// as rows noted, or with fewer of one CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The second:
-/// grid 1.
+/// as rows noted, or with fewer teams of one CTA each, which take turns; shared memory: [`sample::SHARED_BYTES`]. The
+/// second: grid 1.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct NoteLogits {
     /// `[any, vocab]`.
     pub logits: Global<f32>,
-    /// `[noted, Wanted::WORDS]`; for [`note_chosen`] each has a row.
+    /// `[noted, Wanted::WORDS]`; for [`note_chosen`] each entry has a row.
     pub wanted: Global<u32>,
     /// `[choices]` the chosen tokens, for [`note_chosen`].
     pub sampled: Global<u32>,
@@ -77,7 +80,7 @@ pub struct NoteLogits {
     pub split: Split,
     /// Tokens, at most [`MOST_VOCAB`](sample::MOST_VOCAB).
     pub vocab: u32,
-    /// Rows.
+    /// Entries of [`wanted`](Self::wanted).
     pub noted: u32,
 }
 
@@ -90,13 +93,13 @@ pub unsafe fn note_logits(p: NoteLogits) {
     }
 }
 
-/// The same, as part of a launch: whether this CTA has noted the last of its rows. All of its threads see the note
-/// then.
+/// [`note_logits`] as part of a launch. Returns whether this CTA has written the note of the last of its rows; then all
+/// of its threads see the note.
 ///
 /// # Safety
 /// All CTAs of the launch call it, once. Nobody changes a row's entry of [`wanted`](NoteLogits::wanted) before a CTA is
 /// told that it was the last.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn note_rows(p: &NoteLogits) -> bool {
     // SAFETY: the caller's word.
     unsafe {
@@ -122,12 +125,13 @@ pub(crate) unsafe fn note_rows(p: &NoteLogits) -> bool {
     }
 }
 
-/// Notes a row, with its `top` likeliest tokens; whether this CTA was the last to have something to do with it.
+/// Notes a row, with its `top` likeliest tokens. Returns whether this CTA was the last of its team, which writes the
+/// note.
 ///
 /// # Safety
 /// `top` is at most [`MOST`], and the same for the whole team. `row` has this CTA's slice, and `note` room for a note,
 /// which no other team writes.
-#[inline(always)]
+#[device]
 unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) -> bool {
     // SAFETY: the caller's word.
     unsafe {
@@ -145,7 +149,8 @@ unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) -> 
             if candidates <= MOST_CANDIDATES {
                 return true;
             }
-            // As in `sample`.
+            // There are more candidates than there is room for. As in `sample`, the last CTA takes the row again,
+            // alone.
             team = team.alone();
             row.slice = (0, row.inputs.vocab);
             among_few = false;
@@ -157,7 +162,7 @@ unsafe fn note(mut team: Team, mut row: Row, top: u32, note: GlobalMut<u32>) -> 
 ///
 /// # Safety
 /// As for [`note`]; `among_few` is the same for the whole team.
-#[inline(always)]
+#[device]
 unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -188,11 +193,11 @@ unsafe fn nominate(team: &mut Team, row: Row, top: u32, among_few: bool) {
     }
 }
 
-/// Notes what the team has found, of its candidates the `top` best.
+/// Writes what the team has found to the note: the largest logit, the mass, and the `top` best candidates.
 ///
 /// # Safety
 /// This CTA is the team's last, and has not reset it. There are `count` candidates, at most [`MOST_CANDIDATES`].
-#[inline(always)]
+#[device]
 unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32>) {
     // SAFETY: the caller's word.
     unsafe {
@@ -231,12 +236,13 @@ unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32
     }
 }
 
-/// Hands the CTA's `count` best ranks to `f`, or the best one if that is 0, by one thread, with their places: the best
-/// first. `mine` is a thread's best; `next` gives its best below the one that was handed. Beyond the last they are 0.
+/// Calls `f` with the CTA's `count` best ranks, the best first, each with its place from 0 on; if `count` is 0, with
+/// the best one. One thread makes the calls. `mine` is a thread's best rank; `next` gives the thread's best rank below
+/// one that was handed to `f`. When there are no more ranks, `f` gets 0.
 ///
 /// # Safety
 /// `count` is the same for the whole CTA.
-#[inline(always)]
+#[device]
 unsafe fn each_best(count: u32, mut mine: u64, next: impl Fn(u64) -> u64, f: impl Fn(u32, u64)) {
     let mut place = 0;
     loop {

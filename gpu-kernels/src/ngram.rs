@@ -1,46 +1,48 @@
-//! Drafting by n-gram match: guess that what followed the newest tokens where they stood before follows again.
+//! Drafting by n-gram match: finds where the newest tokens stood before, and guesses that what followed there follows
+//! again.
 //!
-//! Two batch operators, those published in FastDeploy (`ngram_match` and `hybrid_mtp_ngram`), with the same results as
-//! their serial algorithm, element for element. [`mod@reference`] is that algorithm, as a loop over the batch. In
-//! short, per sequence: the pattern is its last `n` tokens; the leftmost window of the prompt, or else of the generated
-//! tokens, that equals it and has a token after it is found, for the largest `n` that has one; and up to `want` of the
-//! tokens that follow are the drafts, as far as a budget of rows for the whole batch reaches.
+//! There are two batch operators, those published in FastDeploy (`ngram_match` and `hybrid_mtp_ngram`), with the same
+//! results as their serial algorithm, element for element. [`mod@reference`] is that algorithm, as a loop over the
+//! batch. In short, for each sequence: the pattern is the sequence's last `n` tokens. A match is the leftmost window of
+//! the prompt, or else of the generated tokens, that equals the pattern and has a token after it. The largest `n` that
+//! has a match counts. Up to `want` of the tokens that follow the match become drafts, as far as a budget of rows for
+//! the whole batch allows.
 //!
 //! # Shape of the work
-//! One launch. The blocks search, one or more for each sequence; the last to finish shares out the budget and copies
-//! the drafts. Where there is little to read, or a sequence for every SM, each block has a sequence to itself instead,
-//! and takes its part of the budget itself: [`mod@together`].
+//! There is one launch. All blocks search, one or more for each sequence; the last block to finish shares out the
+//! budget and copies the drafts. If there is little to read, or a sequence for every SM, each block has a sequence to
+//! itself instead, and takes its part of the budget itself: [`mod@together`].
 //!
-//! *Search.* A thread takes ends of windows, not windows: at each end it counts how many tokens, backwards, agree with
-//! the pattern's end, and so answers for every `n` with one reading. The best end is the smallest key
+//! *Search.* A thread examines ends of windows, not windows: from each end it counts backwards how many tokens agree
+//! with the pattern's end. So one reading of the text answers for every `n`. The best end is that with the smallest key
 //!
 //! ```text
 //! 63                                     32 31                                                0
 //! longest possible agreement − agreement  | place: prompt ends first, then generated, each from the left
 //! ```
 //!
-//! kept in device memory by a 64-bit compare-and-swap minimum. A block stops once no key to come can be smaller.
+//! A 64-bit compare-and-swap keeps the smallest key in device memory. A block stops once no key to come can be smaller.
 //!
-//! *Which window does not depend on the budget.* `want` enters the serial search in one place: a window is passed over
+//! *The window does not depend on the budget.* `want` enters the serial search in one place: a window is passed over
 //! when `start >= min(start + want, len)`. For `want >= 1` that is `start >= len`, whatever `want` is; for `want <= 0`
 //! it holds for every window, which is the same as cutting the chosen window's drafts to `want.max(0)` tokens. So the
 //! search needs no budget.
 //!
-//! *Budget.* The room of a sequence, when its turn comes, is `R = threshold − used − active`: the rows so far, its own
-//! included, and a row for each active sequence after it, are spoken for. It gets `d = min(cap, R)` drafts if
-//! `R >= 2`, and none otherwise, where `cap` is the smallest of its own `want`, the tokens that follow its window, and
-//! the places in its row. From one sequence to the next `R` falls by `d`, and by the rows that take part in `used`
-//! without being owed (`fixed`): a sequence handled with `r` rows adds `r` to `used` and takes 1 from `active`, so
-//! `r − 1`; one not handled, all of its rows. Let `U` be `R` with `cap` in place of every earlier `d`. As long as no
-//! `fixed` is negative, `d = min(cap, U)` if `U >= 2`, and none otherwise:
+//! *Budget.* When a sequence's turn comes, its room is `R = threshold − used − active`: `used` is the rows so far, its
+//! own included, and `active` a row for each active sequence after it. It gets `d = min(cap, R)` drafts if `R >= 2`,
+//! and none otherwise, where `cap` is the smallest of its own `want`, the tokens that follow its window, and the places
+//! in its row. From one sequence to the next `R` falls by `d` and by `fixed`, the rows apart from drafts for which
+//! `active` had not accounted. A sequence that is handled with `r` rows adds `r` to `used` and takes 1 from `active`,
+//! so its `fixed` is `r − 1`; for one that is not handled, `fixed` is all of its rows. Let `U` be `R` with `cap` in
+//! place of every earlier `d`. As long as no `fixed` is negative, `d = min(cap, U)` if `U >= 2`, and none otherwise:
 //! - While every earlier sequence got its `cap`, `U = R`.
 //! - Once one did not because its `cap` was larger than its room, that room is used up: `R <= 0` from there on, and
 //!   `U < 0`.
 //! - Once one did not because its room was below 2, `R` stays below 2, and so does `U`, which falls by at least as
 //!   much.
 //!
-//! `U` is a prefix sum. Should some `fixed` be negative (row counts below 0 came in), the same last block walks the
-//! batch in order instead.
+//! `U` is a prefix sum, which threads compute together. If some `fixed` is negative (row counts below 0 came in), the
+//! last block walks the batch in order instead.
 //!
 //! # Ladder
 //! 1. Serial: [`mod@reference`].
@@ -54,7 +56,7 @@
 //! the launch runs nobody else writes these arrays, and nobody else uses the workspace.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, async_copy, kernel, thread};
+use cuda_std::{Global, GlobalMut, async_copy, device, kernel, thread};
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod reference;
@@ -69,10 +71,10 @@ use together::Drafted;
 pub trait Token: Copy + PartialEq {
     /// Token ids in a unit of 16 bytes.
     const IN_UNIT: u32;
-    /// Some id, where there is none to name.
+    /// Some id, as a placeholder.
     const NONE: Self;
 
-    /// Which ids of a unit are this one: a bit for each, the first the lowest.
+    /// Which ids of a unit equal this one: a bit for each, the lowest for the first.
     fn equal(self, unit: [u32; 4]) -> u32;
 }
 
@@ -80,7 +82,7 @@ impl Token for i32 {
     const IN_UNIT: u32 = 4;
     const NONE: Self = 0;
 
-    #[inline(always)]
+    #[device]
     fn equal(self, [a, b, c, d]: [u32; 4]) -> u32 {
         let bit = |word: u32, i: u32| ((word == self as u32) as u32) << i;
         bit(a, 0) | bit(b, 1) | bit(c, 2) | bit(d, 3)
@@ -91,7 +93,7 @@ impl Token for i64 {
     const IN_UNIT: u32 = 2;
     const NONE: Self = 0;
 
-    #[inline(always)]
+    #[device]
     fn equal(self, [a, b, c, d]: [u32; 4]) -> u32 {
         let bit = |low: u32, high: u32, i: u32| ((low as u64 | (high as u64) << 32 == self as u64) as u32) << i;
         bit(a, b, 0) | bit(c, d, 1)
@@ -100,7 +102,7 @@ impl Token for i64 {
 
 /// Rows that a batch may put into a forward pass under [`NgramMatch`], as published.
 pub const THRESHOLD: i32 = 128;
-/// The same under [`NgramMatchMixed`].
+/// Rows that a batch may put into a forward pass under [`NgramMatchMixed`].
 pub const THRESHOLD_MIXED: i32 = 1024;
 
 /// Threads of a block.
@@ -124,11 +126,11 @@ mod shared_layout {
     pub const TOTALS: u32 = 24;
     /// `[THREADS] i64`: `fixed` of each sequence of a chunk.
     pub const FIXED: u32 = TOTALS + WARPS * 8;
-    /// `[THREADS] u64`: where its drafts come from.
+    /// `[THREADS] u64`: where each sequence's drafts come from.
     pub const FROM: u32 = FIXED + THREADS * 8;
-    /// `[THREADS] u32`: its cap, then how many drafts it gets.
+    /// `[THREADS] u32`: each sequence's cap, then how many drafts it gets.
     pub const COUNT: u32 = FROM + THREADS * 8;
-    /// `[THREADS] i32`: the row of its first draft.
+    /// `[THREADS] i32`: the row of each sequence's first draft.
     pub const ROW: u32 = COUNT + THREADS * 4;
     /// `[THREADS] u64`: the keys of a launch of one block.
     pub const KEYS: u32 = ROW + THREADS * 4;
@@ -151,7 +153,8 @@ pub const fn workspace_len(batch: u32) -> usize {
     KEYS + batch as usize
 }
 
-/// Whether a workspace is as the next launch wants it: as it was filled, but for the slots, whose tags are the same.
+/// Whether a workspace is as the next launch needs it: as it was filled at first, except for the slots, which need only
+/// have equal tags.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn is_ready(workspace: &[u64]) -> bool {
     let (slots, others) = (&workspace[SLOTS..KEYS], workspace[..SLOTS].iter().chain(&workspace[KEYS..]));
@@ -161,9 +164,10 @@ pub fn is_ready(workspace: &[u64]) -> bool {
 
 /// Blocks for a batch whose longest text has `longest` tokens, on a device with `sms`. Results do not depend on it.
 ///
-/// A tile or two for each block, spread over as many SMs as have something to read: a block that reads for many warps
-/// is held up by its own instructions. Half of the SMs while what is read is little beside the arrivals of blocks,
-/// which cost more the more there are. The smallest batches are one block's, which waits for no other.
+/// Each block gets a tile or two, so that as many SMs as possible read: a block that reads for many warps is held up by
+/// its own instructions. While there is little to read, only half of the SMs take part, because then the arrivals of
+/// blocks are what costs, the more the more blocks there are. The smallest batches have a single block, which waits for
+/// no other.
 pub const fn blocks<T: Token>(batch: u32, longest: u32, sms: u32) -> u32 {
     let tiles = tiles::<T>(longest) * batch as u64;
     let (all, half) = (sms as u64, sms.div_ceil(2) as u64);
@@ -181,19 +185,18 @@ pub const fn blocks<T: Token>(batch: u32, longest: u32, sms: u32) -> u32 {
 
 /// Most tiles that one block reads alone.
 const ALONE_TILES: u64 = 8;
-/// Tiles for each SM from which on reading is what costs.
+/// With more tiles than this for each SM, reading is what costs.
 const MANY_TILES: u64 = 16;
 
-/// Whether a batch whose longest text has `longest` tokens is better off with [`mod@together`], where results are the
-/// same.
+/// Whether [`mod@together`] is better for a batch whose longest text has `longest` tokens. Its results are the same.
 ///
-/// There, SMs without a sequence do not help to read. That costs nothing where every one has a sequence, and little
-/// where there is little to read.
+/// There, SMs without a sequence do not help to read. That costs nothing if every SM has a sequence, and little if
+/// there is little to read.
 pub const fn together<T: Token>(batch: u32, longest: u32, sms: u32) -> bool {
     batch <= TOGETHER && batch <= sms && tiles::<T>(longest) * (sms - batch) as u64 <= WAITED_TILES * sms as u64
 }
 
-/// Tiles that a block reads in the time by which the other launch's arrivals take longer.
+/// Tiles that a block reads in the time that the other launch's arrivals take longer.
 const WAITED_TILES: u64 = 66;
 
 /// Tiles of a text of `longest` tokens.
@@ -269,13 +272,13 @@ pub struct NgramMatchMixed<T> {
     pub min_ngram_size: u32,
 }
 
-/// Element `i` of an array that says something of each sequence, loaded here and now: the compiler would move a plain
-/// load behind the first branch that does not need it, and so make two waits of one. It passes by L1;
-/// the peers, whose one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
+/// Element `i` of an array with an element for each sequence. With `NOW` it is loaded here and now: the compiler would
+/// move a plain load behind the first branch that does not need it, and so make two waits of one. Such a load bypasses
+/// L1. The peers, in which one thread goes from sequence to sequence, ask for `NOW = false`, a plain load.
 ///
 /// # Safety
 /// The array has element `i`, and nobody writes it meanwhile.
-#[inline(always)]
+#[device]
 unsafe fn early<const NOW: bool, E: Early>(array: Global<E>, i: usize) -> E {
     // SAFETY: the caller's word.
     unsafe { if NOW { E::load(GlobalMut::from_raw(array.addr()), i) } else { array.load(i) } }
@@ -288,14 +291,14 @@ trait Early: Copy {
     unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self;
 }
 impl Early for i32 {
-    #[inline(always)]
+    #[device]
     unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self {
         // SAFETY: the caller's word.
         unsafe { atomic::load(array, i, Ordering::Relaxed, Scope::Device) }
     }
 }
 impl Early for i64 {
-    #[inline(always)]
+    #[device]
     unsafe fn load(array: GlobalMut<Self>, i: usize) -> Self {
         // SAFETY: the caller's word.
         unsafe { atomic::load(array, i, Ordering::Relaxed, Scope::Device) }
@@ -305,15 +308,15 @@ impl Early for i64 {
 /// What a sequence asks for before the budget is known.
 #[derive(Clone, Copy)]
 pub struct Claim {
-    /// It counts in `active`.
+    /// The sequence counts in `active`.
     pub works: bool,
     /// `seq_lens_this_time` is to be written.
     pub written: bool,
-    /// Its rows before drafts are added: where drafts go.
+    /// The sequence's rows before drafts are added: where drafts go.
     pub base: i32,
-    /// Drafts that it wants and has places for.
+    /// Drafts that the sequence wants and has places for.
     pub want: i64,
-    /// By how much it lessens the room, drafts apart.
+    /// By how much the sequence lessens the room, drafts apart.
     pub fixed: i64,
 }
 
@@ -336,9 +339,9 @@ pub trait Operator<T: Token>: Copy {
 }
 
 impl<T: Token> Sequences<T> {
-    /// How many more tokens may be generated after the next one. Saturation only meets values that no 32-bit want
-    /// reaches.
-    #[inline(always)]
+    /// How many more tokens may be generated after the next one. Subtraction saturates only at values that are beyond
+    /// every 32-bit `want`.
+    #[device]
     unsafe fn left<const NOW: bool>(&self, b: usize) -> i64 {
         // SAFETY: the caller's word.
         unsafe {
@@ -347,17 +350,17 @@ impl<T: Token> Sequences<T> {
     }
 
     /// Places for drafts in a row of `draft_tokens` that holds `base` tokens.
-    #[inline(always)]
+    #[device]
     fn places(&self, base: i32) -> i64 {
         if base < 0 { 0 } else { self.draft_tokens_stride as i64 - base as i64 }
     }
 
-    #[inline(always)]
+    #[device]
     fn finished_blocks(&self) -> GlobalMut<u32> {
         self.workspace.cast()
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn slots(&self) -> GlobalMut<u64> {
         // SAFETY: the caller's word.
         unsafe { self.workspace.at(SLOTS) }
@@ -367,7 +370,7 @@ impl<T: Token> Sequences<T> {
     ///
     /// # Safety
     /// The workspace is live.
-    #[inline(always)]
+    #[device]
     pub unsafe fn keys(&self) -> GlobalMut<u64> {
         // SAFETY: the caller's word.
         unsafe { self.workspace.at(KEYS) }
@@ -375,17 +378,17 @@ impl<T: Token> Sequences<T> {
 }
 
 impl<T: Token> Operator<T> for NgramMatch<T> {
-    #[inline(always)]
+    #[device]
     fn sequences(&self) -> &Sequences<T> {
         &self.sequences
     }
 
-    #[inline(always)]
+    #[device]
     fn shortest(&self) -> u32 {
         1
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn works(&self, b: usize) -> bool {
         // SAFETY: the caller's word.
         unsafe {
@@ -395,7 +398,7 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
         // SAFETY: the caller's word.
         unsafe {
@@ -418,23 +421,23 @@ impl<T: Token> Operator<T> for NgramMatch<T> {
 }
 
 impl<T: Token> Operator<T> for NgramMatchMixed<T> {
-    #[inline(always)]
+    #[device]
     fn sequences(&self) -> &Sequences<T> {
         &self.sequences
     }
 
-    #[inline(always)]
+    #[device]
     fn shortest(&self) -> u32 {
         self.min_ngram_size.max(1)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn works(&self, b: usize) -> bool {
         // SAFETY: the caller's word.
         unsafe { early::<true, _>(self.sequences.seq_lens_decoder, b) > 0 }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn claim<const NOW: bool>(&self, b: usize) -> Claim {
         // SAFETY: the caller's word.
         unsafe {
@@ -456,7 +459,7 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
 ///
 /// # Safety
 /// As the operator's parameter block says.
-#[inline(always)]
+#[device]
 pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     // SAFETY: the caller's word.
     unsafe {
@@ -468,36 +471,37 @@ pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     }
 }
 
-/// [`ngram_match_mixed_together_i32`] for one sequence without a prompt, as a part of another kernel, whose first
-/// [`together::THREADS`] lanes it is: what it does before it knows how the generated tokens end.
+/// [`ngram_match_mixed_together_i32`] for one sequence without a prompt, as a part of another kernel, by that kernel's
+/// first [`together::THREADS`] threads. This is its beginning, before it is known how the generated tokens end.
 pub(crate) struct HeadStart(search::AheadShared);
 
 impl HeadStart {
     /// Bytes of shared memory, from the first on.
     pub(crate) const SHARED_BYTES: u32 = Self::TILES + search::AheadShared::bytes(together::THREADS / 32);
-    /// Before them the key.
+    /// Where the tiles begin; the key lies before them.
     const TILES: u32 = 16;
     const _KEY: () = assert!(together::SHARED_BYTES <= Self::TILES);
 
-    /// Asks for generated tokens before `end`, which nobody writes any more.
+    /// Starts loading the generated tokens before `end`, which nobody writes any more.
     ///
     /// # Safety
     /// The launch's batch is one sequence without a prompt, in a grid of one block. The first [`together::THREADS`]
     /// lanes of the block call it, whole warps, and have the first [`SHARED_BYTES`](Self::SHARED_BYTES) of dynamic
     /// shared memory to themselves from then on. There are `end` generated tokens.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn look(p: &NgramMatchMixed<i32>, end: u32) -> Self {
         let parts = together::THREADS / 32;
         // SAFETY: the caller's word.
         unsafe { Self(search::AheadShared::load(&p.sequences, thread::warp_id(), parts, end, Self::TILES)) }
     }
 
-    /// The rest. The lanes synchronise at the named barrier `barrier`. Only the first warp is to go on.
+    /// The rest of the operator. The threads synchronise at the named barrier `barrier`. Only the first warp goes on,
+    /// with what it has drafted; the others get `None`.
     ///
     /// # Safety
     /// The same lanes call it, with what they have [looked](Self::look) at, when the rest of `p` is there; nobody else
     /// uses the barrier meanwhile.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn draft(&self, p: &NgramMatchMixed<i32>, barrier: u32) -> Option<Drafted<i32>> {
         let sync = || thread::sync_named(barrier, together::THREADS);
         async_copy::wait::<0>();
@@ -509,8 +513,8 @@ impl HeadStart {
     }
 }
 
-/// Extends drafts that another proposer has put there, with `i32` token ids: the decode loop's. (`bench-kernels` has
-/// the operators with other ids and in other ways.)
+/// Extends drafts that another proposer has put there, with `i32` token ids. The decode loop uses it. (`bench-kernels`
+/// has the operators with other ids and in other variants.)
 // `min_blocks = 1` tells the assembler that a second block on the SM is not worth a spill.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn ngram_match_mixed_i32(p: NgramMatchMixed<i32>) {

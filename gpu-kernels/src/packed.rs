@@ -1,16 +1,17 @@
-//! Pages packed without loss: 13 bits for a bf16, so that attention of many sequences reads 13/16 of the bytes.
+//! Lossless packing of KV pages: 13 bits for a bf16, so that attention of many sequences reads 13/16 of the bytes.
 //!
-//! Of a key's or value's 16 bits those of the exponent say little: the elements of a page have nearly always magnitudes
-//! within a factor of 2³⁰ of each other, though bf16 has room for 2²⁵⁶. So a full page of a head, which nobody writes
-//! to any more, keeps of the exponent's upper seven bits only by how much they are above a `base` of the page's keys,
-//! or of its values: four bits. Its lowest bit, mantissa and sign stay. (That exponents of models are compressible is
-//! known of weights: Zhang et al., 2025, "70% Size, 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference
-//! via Dynamic-Length Float"; here the length is fixed, so that nothing has to be searched for.)
+//! The exponent bits of keys and values carry little information: the elements of a page nearly always have magnitudes
+//! within a factor of 2³⁰ of each other, though bf16 has room for 2²⁵⁶. So a packed page has four bits in place of the
+//! exponent's upper seven: by how much they are above a `base` of the page's keys, or of its values. The exponent's
+//! lowest bit, the mantissa and the sign stay. The page of a head is packed when it is full, and nobody writes to it
+//! any more. (That exponents of models are compressible is known of weights: Zhang et al., 2025, "70% Size, 100%
+//! Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float"; here the length is fixed,
+//! so that nothing has to be searched for.)
 //!
 //! # Layout
-//! A packed page lies where the page lay: keys in the first [`PACKED_BYTES`] of their 16 KiB, values likewise. Either
-//! is two halves of 32 tokens, which a warp of [`attend`](crate::attention) takes each; a half is four groups of four
-//! fragments, as its lanes give them to the tensor core: 32 elements a lane.
+//! A packed page lies where the page lay: keys in the first [`PACKED_BYTES`] of their 16 KiB, and values in as many of
+//! theirs. Keys, and values, are two halves of 32 tokens; a warp of [`attend`](crate::attention) takes one half. A half
+//! is four groups of four fragments, as its lanes give them to the tensor core: 32 elements a lane in each group.
 //!
 //! ```text
 //! group:  low     [2][lane][16]  bytes  the lower bytes of the elements, in order
@@ -18,8 +19,8 @@
 //!         signs   [lane]         words  of element 4 H + b of fragment J in bit 8 b + 7 − (2 J + H)
 //! ```
 //!
-//! Where a page's keys or values are further apart (or zero), the page stays what it was. Either way its [form](Form)
-//! is noted.
+//! If the magnitudes of a page's keys or values are further apart (or some are zero), the page stays as it was. Either
+//! way its [form](Form) is noted.
 //!
 //! # Safety
 //! What is not a kernel is called by whole warps. A page that is named by its first byte in dynamic shared memory, a
@@ -27,33 +28,34 @@
 //! done. `token` is the first of a half of the page, 0 or 32; groups are below 4, and `lane` is the lane's own number.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, thread, warp};
 
 use crate::attention::{TILE_KEYS, WARP_KEYS, keys_from, values_from};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, PageLayout, place};
 
-/// Of a group, where its parts begin.
+/// Where the parts of a group begin.
 const MIDDLE: u32 = 32 * 32;
 const SIGNS: u32 = MIDDLE + 32 * 16;
 const GROUP_BYTES: u32 = SIGNS + 32 * 4;
-/// A warp's tokens.
+/// Bytes of a half, the tokens of one warp.
 pub(crate) const HALF_BYTES: u32 = 4 * GROUP_BYTES;
-/// The packed keys of a page for a head, or its values.
+/// Bytes of a page's packed keys for a head, or of its packed values.
 pub const PACKED_BYTES: u32 = 2 * HALF_BYTES;
-/// As they were.
+/// Bytes of a page's keys for a head, or of its values, before they are packed.
 const RAW_BYTES: u32 = PAGE_TOKENS * HEAD_DIM * 2;
-/// Tokens that reach beyond what is copied of a page that is packed, or was to be.
+/// The first token of a page in its original form that lies beyond [`PACKED_BYTES`]. No more bytes are copied of a page
+/// that is packed, or that was to be.
 const FIRST_BEYOND: u32 = PACKED_BYTES / (HEAD_DIM * 2);
 const _: () = assert!(PACKED_BYTES == 13_312 && PACKED_BYTES.is_multiple_of(HEAD_DIM * 2) && FIRST_BEYOND >= WARP_KEYS);
 
-/// The bits of a byte of each element that are the exponent's.
+/// The exponent's bits in the upper bytes of four elements.
 const EXPONENTS: u32 = 0x7f7f_7f7f;
 const OTHERS: u32 = 0x8080_8080;
 const CODES: u32 = 0x0f0f_0f0f;
-/// Codes are up to this.
+/// The largest code.
 const LARGEST_CODE: u32 = 15;
 
-/// How the keys and values of a page lie for a head, in a word.
+/// How the keys and values of a page lie for a head, as a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Form(pub u32);
 
@@ -64,32 +66,33 @@ impl Form {
     const UNPACKABLE: u32 = 1 << 30;
 
     /// Packed, with these bases.
-    #[inline(always)]
+    #[device]
     const fn packed(keys: u32, values: u32) -> Self {
         Self(Self::PACKED | values << 8 | keys)
     }
 
-    /// It could not be. It is this [block](crate::kv::Cache::block_index) of the layer.
-    #[inline(always)]
+    /// The page could not be packed. It is this [block](crate::kv::Cache::block_index) of the layer.
+    #[device]
     const fn unpackable(block: u32) -> Self {
         Self(Self::UNPACKABLE | block)
     }
 
     /// Whether it is packed.
-    #[inline(always)]
+    #[device]
     #[must_use]
     pub const fn is_packed(self) -> bool {
         self.0 & Self::PACKED != 0
     }
 
-    /// Which block it is, if it could not be packed: then no more than [`PACKED_BYTES`] of it were copied.
-    #[inline(always)]
+    /// Which block it is, if it could not be packed: then no more than [`PACKED_BYTES`] of its keys, or values, were
+    /// copied.
+    #[device]
     pub(crate) fn beyond(self) -> Option<u32> {
         (self.0 & Self::UNPACKABLE != 0).then_some(self.0 & (Self::UNPACKABLE - 1))
     }
 
     /// The base of keys (0) or values (1), in each byte of a word.
-    #[inline(always)]
+    #[device]
     pub(crate) const fn base(self, kind: u32) -> u32 {
         (self.0 >> (8 * kind) & 0x7f) * 0x0101_0101
     }
@@ -106,12 +109,12 @@ struct Group {
 impl Group {
     const EMPTY: Self = Self { low: [[0; 4]; 2], middle: [0; 4], signs: 0 };
 
-    /// Where group `i` of the half from `token` on is, of a page that begins at byte `page` of dynamic shared memory:
-    /// its parts, for a lane.
+    /// Where the three parts of a group are, for a lane: group `i` of the half from `token` on, of a page that begins
+    /// at byte `page` of dynamic shared memory.
     ///
     /// # Safety
     /// The group is within dynamic shared memory.
-    #[inline(always)]
+    #[device]
     unsafe fn at(page: u32, token: u32, lane: u32, i: u32) -> [Shared<u32>; 3] {
         let group = page + token / WARP_KEYS * HALF_BYTES + i * GROUP_BYTES;
         // SAFETY: the caller's word.
@@ -120,7 +123,7 @@ impl Group {
 
     /// # Safety
     /// The parts are a group's, for this lane.
-    #[inline(always)]
+    #[device]
     unsafe fn load([low, middle, signs]: [Shared<u32>; 3]) -> Self {
         // SAFETY: the caller's word.
         unsafe { Self { low: [low.load16(0), low.load16(128)], middle: middle.load16(0), signs: signs.load(0) } }
@@ -128,7 +131,7 @@ impl Group {
 
     /// # Safety
     /// The parts are a group's, for this lane, and nobody else uses them meanwhile.
-    #[inline(always)]
+    #[device]
     unsafe fn store(&self, [low, middle, signs]: [Shared<u32>; 3]) {
         // SAFETY: the caller's word.
         unsafe {
@@ -139,8 +142,8 @@ impl Group {
         }
     }
 
-    /// From fragments, with this base in each byte.
-    #[inline(always)]
+    /// Packs fragments, with this base in each byte.
+    #[device]
     fn new(fragments: [[u32; 4]; 4], base: u32) -> Self {
         let mut group = Self::EMPTY;
         unroll!(J < 4; {
@@ -155,14 +158,14 @@ impl Group {
         group
     }
 
-    /// The fragments.
-    #[inline(always)]
+    /// Unpacks the fragments, with this base in each byte.
+    #[device]
     fn fragments(&self, base: u32) -> [[u32; 4]; 4] {
         let mut fragments = [[0; 4]; 4];
         unroll!(J < 4; {
             let codes = [self.middle[J] & CODES, self.middle[J] >> 4 & CODES];
             unroll!(H < 2; {
-                // No byte carries: a base and a code are below 128.
+                // No byte carries: the sum of a base and a code is below 128.
                 let high = (codes[H] + base) | (self.signs << (2 * J + H)) & OTHERS;
                 let low = self.low[J / 2][J % 2 * 2 + H];
                 fragments[J][2 * H] = math::permute(low, high, 0x5140);
@@ -173,16 +176,16 @@ impl Group {
     }
 }
 
-/// A warp's half of packed keys, or values, for one lane.
+/// One lane's part of a half of packed keys, or values.
 #[derive(Clone, Copy)]
 pub(crate) struct Half([Group; 4]);
 
 impl Half {
-    /// Of the page that begins at byte `page` of dynamic shared memory, the half from `token` on.
+    /// Loads the half from `token` on of the page that begins at byte `page` of dynamic shared memory.
     ///
     /// # Safety
     /// The half is packed.
-    #[inline(always)]
+    #[device]
     pub unsafe fn load(page: u32, token: u32, lane: u32) -> Self {
         let mut half = Self([Group::EMPTY; 4]);
         unroll!(I < 4; {
@@ -192,30 +195,30 @@ impl Half {
         half
     }
 
-    /// The fragments of group `i` alone: [`load`](Self::load) and [`fragments`](Self::fragments).
+    /// The fragments of a single group `i`: [`load`](Self::load) and [`fragments`](Self::fragments) in one.
     ///
     /// # Safety
     /// As for [`load`](Self::load).
-    #[inline(always)]
+    #[device]
     pub unsafe fn load_fragments(page: u32, token: u32, lane: u32, i: usize, base: u32) -> [[u32; 4]; 4] {
         // SAFETY: the caller's word.
         unsafe { Group::load(Group::at(page, token, lane, i as u32)).fragments(base) }
     }
 
     /// The fragments of group `i`, with this base in each byte.
-    #[inline(always)]
+    #[device]
     pub fn fragments(&self, i: usize, base: u32) -> [[u32; 4]; 4] {
         self.0[i].fragments(base)
     }
 }
 
-/// Brings what was not copied of an unpackable page's keys, or values, to where it is missing: of `from` to byte `to`
-/// of dynamic shared memory. A warp does it together.
+/// Completes an unpackable page's keys, or values, of which only the first [`PACKED_BYTES`] were copied: brings the
+/// rest of `from` to where it belongs behind byte `to` of dynamic shared memory. A warp does it together.
 ///
 /// # Safety
 /// `from` is the page's keys or values in the cache, not packed. `to` is a multiple of 16, with room for all of them;
 /// nobody else uses what is brought before the function returns, and nobody writes the cache's meanwhile.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -229,8 +232,8 @@ pub(crate) unsafe fn bring_rest(from: Global<bf16>, to: u32) {
     }
 }
 
-/// Whether some of a half's tokens were not copied then.
-#[inline(always)]
+/// Whether some tokens of a half were not copied, if its page is unpackable.
+#[device]
 pub(crate) const fn is_cut(token: u32) -> bool {
     token % PAGE_TOKENS + WARP_KEYS > FIRST_BEYOND
 }
@@ -252,8 +255,8 @@ pub struct PackPages {
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
-/// Where packed keys and values are in shared memory, behind the page itself, and behind them what warps know of
-/// exponents.
+/// Shared memory holds the page itself, behind it the packed keys and values, and behind these what each warp has found
+/// of exponents.
 const PACKED: u32 = 2 * RAW_BYTES;
 const EXTREMES: u32 = PACKED + 2 * PACKED_BYTES;
 
@@ -261,11 +264,12 @@ impl PackPages {
     /// Dynamic shared memory of a block.
     pub const SHARED_BYTES: u32 = EXTREMES + 4 * WARPS * 4;
 
-    /// The block of this thread block: its number in its layer, where its keys are, and where its form is.
+    /// The page of a head that this CTA takes: its block's number in the layer, where its keys are, and where its form
+    /// is.
     ///
     /// # Safety
     /// The block is of a launch whose parameter block this is.
-    #[inline(always)]
+    #[device]
     unsafe fn block(&self) -> (u32, GlobalMut<u32>, GlobalMut<u32>) {
         // SAFETY: the caller's word.
         unsafe {
@@ -278,8 +282,8 @@ impl PackPages {
     }
 }
 
-/// A warp's part of a page: keys or values, the first token of a half, and the first of two groups.
-#[inline(always)]
+/// A warp's part of a page: keys (0) or values (1), the first token of a half, and the first of two groups.
+#[device]
 fn part(warp_id: u32) -> (u32, u32, usize) {
     (warp_id / 4, warp_id / 2 % 2 * WARP_KEYS, (warp_id % 2 * 2) as usize)
 }
@@ -291,8 +295,8 @@ pub unsafe fn pack_pages(p: PackPages) {
     unsafe {
         let (block, page, form) = p.block();
         let (thread, lane, warp_id) = (thread::thread_idx_x(), thread::lane_id(), thread::warp_id());
-        // Of keys and of values the largest of the exponents' upper bits, and of what lacks to the largest there may
-        // be.
+        // For keys and for values: the largest of the exponents' upper bits, and the largest of their distances from
+        // 0x7f, which stands for the least of them.
         let mut extremes = [0u32; 4];
         unroll!(I < 8; {
             let at = (I as u32 * THREADS + thread) as usize * 4;
@@ -354,7 +358,7 @@ pub unsafe fn pack_pages(p: PackPages) {
     }
 }
 
-/// Brings packed pages back to what they were.
+/// Unpacks packed pages where they lie.
 #[kernel(threads = 256)]
 pub unsafe fn unpack_pages(p: PackPages) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -391,7 +395,7 @@ pub unsafe fn unpack_pages(p: PackPages) {
                         raw.cast::<u32>().store((key * HEAD_DIM + place(key, d)) as usize / 2, fragments[J][W]);
                     });
                 } else {
-                    // Of dimension 8 n + g a word has two keys'.
+                    // A word has the values of two keys at one dimension.
                     let d = 8 * (4 * i + J) as u32 + g;
                     unroll!(W < 4; {
                         unroll!(H < 2; {
@@ -408,12 +412,12 @@ pub unsafe fn unpack_pages(p: PackPages) {
     }
 }
 
-/// The block copies `bytes` of keys and as many of values, which follow each other from byte `from` of shared memory
-/// on, to the page.
+/// Copies `bytes` of keys and as many of values to the page, by the whole block. They follow each other from byte
+/// `from` of shared memory on.
 ///
 /// # Safety
 /// The whole block calls it, and has synchronised since these bytes were written. The page is the block's.
-#[inline(always)]
+#[device]
 unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
     // SAFETY: the caller's word.
     unsafe {

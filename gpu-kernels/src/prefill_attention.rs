@@ -1,8 +1,8 @@
-//! Grouped-query attention for prompts: many query rows over the paged cache, on Hopper's warpgroup products.
+//! Grouped-query attention for prompts: many query rows over the paged cache, on Hopper's `wgmma`.
 //!
 //! # Shape of the work
-//! A block takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence, and walks over the keys that
-//! the last of them sees, [`KEYS`] = 128 at a time (two pages):
+//! A block takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence. It walks over the keys that
+//! the last of these rows sees, [`KEYS`] = 128 at a time (two pages):
 //!
 //! ```text
 //! warpgroup 2   one lane: pages of K and of V ──────TMA──────► two stages each in shared memory
@@ -11,34 +11,34 @@
 //!                              O[64, 128]     += P · V       wgmma, P from registers
 //! ```
 //!
-//! The product with the next keys is begun before the one with the values: softmax runs while the tensor cores do both
-//! (Shah et al., 2024, "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer
-//! calculation for softmax").
+//! `Q · Kᵀ` of the next keys begins before `P · V` of these: softmax runs while the tensor cores do both (Shah et al.,
+//! 2024, "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for
+//! softmax").
 //!
-//! Two query heads of one key-value head may be a pair of blocks (a cluster): each loads every other page, and TMA puts
-//! it into both.
+//! Two query heads of one key-value head may be a pair of blocks (a cluster). Each block of the pair loads every other
+//! page, and TMA puts the page into both.
 //!
-//! The cache is read where it lies: a page of a head is 64 rows of keys, then 64 of values (see [`kv`](crate::kv)). One
-//! tensor map describes both, in tiles of half a row's dimensions, which arrive in the swizzle that `wgmma` reads: of
-//! keys the sum goes along the rows, of values down the columns.
+//! The kernel reads the cache where it lies: a page of a head is 64 rows of keys, then 64 rows of values (see
+//! [`kv`](crate::kv)). One tensor map describes both, in tiles that have half of a row's dimensions. They arrive in the
+//! swizzle that `wgmma` reads. It sums over the rows of keys, and over the columns of values.
 //!
 //! # Order
-//! Blocks of keys are cut by position alone, from key 0 on, and a row never meets another. So a row's result depends on
-//! its own keys alone: not on how the prompt is cut into chunks, nor on where in its tile the row is (tested).
+//! Keys are cut into blocks by position alone, from key 0 on, and rows do not mix. So a row's result depends on its own
+//! keys alone: neither on how the prompt is cut into chunks, nor on the row's place in its tile (tested).
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses and maps are as it says. The whole block begins in `attend`,
-//! which makes all barriers before anyone waits for one. `produce` is one lane's of warpgroup 2; `consume`, and what it
-//! calls, is called by whole warpgroups 0 and 1. Both take the tile's blocks of keys in the same order, and the same
-//! number of them. Accumulators are the warpgroup's own, and are read when the MMAs that write them have been waited
-//! for.
+//! which makes all barriers before anyone waits for one. One lane of warpgroup 2 calls `produce`. Whole warpgroups 0
+//! and 1 call `consume` and what it calls. Producer and consumers take the tile's blocks of keys in the same order, and
+//! the same number of them. Accumulators are the warpgroup's own, and are read when the MMAs that write them have been
+//! waited for.
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier};
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::{self, TensorMap, swizzled};
 use cuda_std::wgmma::{self, Columns, Operand};
-use cuda_std::{Global, GlobalMut, bf16, dependent_launch, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, dependent_launch, device, kernel, math, thread, warp};
 
 use crate::e4m3::{self, CodedRows};
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
@@ -46,7 +46,7 @@ use crate::quad;
 
 /// Rows of a tile.
 pub const TILE_ROWS: u32 = 128;
-/// Keys that are taken at a time.
+/// Keys of a block of keys.
 pub const KEYS: u32 = 128;
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -56,9 +56,10 @@ pub const SHARED_BYTES: u32 = BARRIERS + 9 * 8;
 const GROUP: u32 = 128;
 const GROUP_ROWS: u32 = 64;
 const ROW_BYTES: u32 = tensor::ROW * 2;
-/// The queries of a warpgroup: two halves of the dimensions, each 64 rows of 128 bytes. Later its outputs.
+/// Bytes of a warpgroup's queries: two halves of the dimensions, each 64 rows of 128 bytes. The outputs take their
+/// place at the end.
 const QUERY_BYTES: u32 = 2 * GROUP_ROWS * ROW_BYTES;
-/// Keys or values: two halves of the dimensions, 128 rows each.
+/// Bytes of a block's keys or values: two halves of the dimensions, 128 rows each.
 const STAGE_BYTES: u32 = 2 * KEYS * ROW_BYTES;
 const HALF_STAGE: u32 = STAGE_BYTES / 2;
 const STAGES: u32 = 2;
@@ -67,7 +68,7 @@ const VALUE_STAGES: u32 = KEY_STAGES + STAGES * STAGE_BYTES;
 const BARRIERS: u32 = VALUE_STAGES + STAGES * STAGE_BYTES;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 
-/// Consecutive rows of one sequence.
+/// Consecutive rows of one sequence: the first row, how many, the sequence, and the first row's position.
 #[derive(Clone, Copy, Debug)]
 struct Tile {
     row: u32,
@@ -76,20 +77,20 @@ struct Tile {
     position: u32,
 }
 
-/// The tiles of `rows` rows of a sequence, the first of them row `row` at position `position`, for
-/// [`PrefillAttention::tiles`]; `height` rows each, at most [`TILE_ROWS`]: any height gives the same bits.
+/// The tiles of `rows` rows of a sequence, as [`PrefillAttention::tiles`] wants them. The first row is `row`, at
+/// position `position`. Tiles have `height` rows each, at most [`TILE_ROWS`]; any height gives the same bits.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn tiles(row: u32, rows: u32, sequence: u32, position: u32, height: u32) -> alloc::vec::Vec<[u32; 4]> {
     let starts = (0..rows).step_by(height as usize);
     starts.map(|at| [row + at, height.min(rows - at), sequence, position + at]).collect()
 }
 
-/// What [`PrefillAttention::pages`] describes: a layer's cache of so many elements at `address`.
+/// The matrix that [`PrefillAttention::pages`] describes: a layer's cache of `elements` elements at `address`.
 #[cfg(not(target_arch = "nvptx64"))]
 #[must_use]
 pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
     let rows = elements as u64 / HEAD_DIM as u64;
-    // Swizzled as they lie there.
+    // TMA need not swizzle: pages lie swizzled in memory.
     tensor::Matrix { address, rows, columns: HEAD_DIM as u64, tile_rows: PAGE_TOKENS, swizzled: false }
 }
 
@@ -98,20 +99,21 @@ pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PrefillAttention {
-    /// `[tiles, 4]` consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the
-    /// sequence, the first row's position. 16-byte aligned. The last are begun first: those with the most keys belong
-    /// there.
+    /// `[tiles, 4]`: consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the
+    /// sequence, the first row's position. 16-byte aligned. Blocks begin the last tiles first, so the tiles with the
+    /// most keys belong at the end.
     pub tiles: Global<u32>,
     /// The queries, bf16 `[rows, q_heads · 128]`, in tiles of 64 rows.
     pub q: Global<TensorMap>,
-    /// The layer's cache, as [`pages`] has it: a page's keys of a head are two tiles, half the dimensions each, its
-    /// values the next two.
+    /// The layer's cache as a matrix, which [`pages`] makes. A page's keys of a head are two tiles, half of the
+    /// dimensions each; its values are the next two.
     pub pages: Global<TensorMap>,
-    /// The same cache, with the keys of these rows in it, for its page tables.
+    /// The same cache, for its page tables. It has the keys and values of these rows already.
     pub cache: Cache,
     /// `[rows, q_heads · 128]`, each row in the order of [`slot`](crate::linear::slot).
     pub out: GlobalMut<bf16>,
-    /// Where that goes as codes instead, of a model whose GEMMs are of e4m3: a head is a group.
+    /// Where the output goes as codes instead, for a model whose GEMMs are e4m3: a head is a group. Null codes: it goes
+    /// to `out`.
     pub codes: CodedRows,
     /// Query heads.
     pub q_heads: u32,
@@ -119,7 +121,7 @@ pub struct PrefillAttention {
     pub scale: f32,
 }
 
-/// One of the two rings: stages that the producer fills and both warpgroups free.
+/// The ring of keys or that of values: one lane fills its stages, and both warpgroups release them.
 #[derive(Clone, Copy)]
 struct Ring {
     stages: u32,
@@ -130,7 +132,7 @@ struct Ring {
 impl Ring {
     /// # Safety
     /// The block has [`SHARED_BYTES`]. `stages` and `first_barrier` are those of keys or of values.
-    #[inline(always)]
+    #[device]
     unsafe fn new(stages: u32, first_barrier: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -151,8 +153,8 @@ impl Ring {
         Barrier::at(Shared::from_raw(self.barriers + (STAGES + self.turn % STAGES) * 8))
     }
 
-    /// Releases the stage: `free` is the first stage's `empty`, in each of the blocks whose copies land here; one lane
-    /// for each `tells`.
+    /// Releases the stage, in every block whose copies land here. `free` is the first stage's `empty` barrier, in one
+    /// of these blocks; for each of them one lane of the warpgroup has `tells`.
     ///
     /// # Safety
     /// The lane's warpgroup has waited for the stage, and its MMAs that read it are done. `free` is as said above, of
@@ -167,7 +169,7 @@ impl Ring {
         self.turn / STAGES % 2
     }
 
-    /// Made by one lane, before anyone waits, for warpgroups of `cluster` blocks.
+    /// Makes the barriers, before anyone waits. The warpgroups of `cluster` blocks release each stage.
     ///
     /// # Safety
     /// One lane of the block calls it, once.
@@ -205,26 +207,26 @@ impl Ring {
     }
 }
 
-/// `unroll!` for the 16 groups of 8 keys in which a lane holds scores, or of 8 dimensions in which it holds outputs:
-/// accumulators `4 G`, `4 G + 1` are of its first row, the next two of its second.
+/// `unroll!` over the 16 groups in which a lane holds scores (of 8 keys each) or outputs (of 8 dimensions each).
+/// Accumulators `4 G` and `4 G + 1` belong to the lane's first row, the next two to its second.
 macro_rules! groups {
     ($g:ident; $body:block) => {
         unroll!($g < 16; $body)
     };
 }
 
-/// What a lane knows of its two rows: the greatest score so far, and its own share of the sum of weights.
+/// A lane's running softmax of its two rows: the greatest score so far, and the lane's own share of the sum of weights.
 #[derive(Clone, Copy)]
 struct Running {
     top: [f32; 2],
     norm: [f32; 2],
 }
 
-/// `S = Q · Kᵀ` in the lower accumulators: begun, not waited for.
+/// Begins `S = Q · Kᵀ` in the lower accumulators, and does not wait for it.
 ///
 /// # Safety
 /// The queries and the keys are there. Nobody needs the lower accumulators, and no MMAs write them.
-#[inline(always)]
+#[device]
 unsafe fn begin_scores(queries: Operand, keys: Operand) {
     // SAFETY: the caller's word.
     unsafe {
@@ -238,11 +240,11 @@ unsafe fn begin_scores(queries: Operand, keys: Operand) {
     }
 }
 
-/// `O += P · V` in the upper accumulators: begun, not waited for.
+/// Begins `O += P · V` in the upper accumulators, and does not wait for it.
 ///
 /// # Safety
 /// The values are there, and the weights in their place. With `keep` the upper accumulators hold the outputs so far.
-#[inline(always)]
+#[device]
 unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -255,15 +257,15 @@ unsafe fn begin_outputs(values: Shared<u8>, keep: bool) {
     }
 }
 
-/// What a lane has of 128 keys' weights: of each group of 8 keys, two in each of its two rows.
+/// A lane's weights of 128 keys: `[group of 8 keys][row][key]`, two keys of each group in each of its two rows.
 type KeyWeights = [[[f32; 2]; 2]; 16];
 
-/// The scores of the keys from `key` on become weights. Returns also what the outputs so far are to be multiplied by.
-/// `limit`: the last key that each of the two rows sees, if some see not all.
+/// Turns the scores of the keys from `key` on into weights. Also returns, for each of the two rows, the factor that the
+/// outputs so far must be multiplied by. `limit` is the last key that each row sees; `None` if both see all of them.
 ///
 /// # Safety
 /// The lower accumulators hold the scores, and their MMAs are done. All lanes of the warp call it.
-#[inline(always)]
+#[device]
 unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32; 2]>) -> (KeyWeights, [f32; 2]) {
     let mut s = [[[0f32; 2]; 2]; 16];
     groups!(G; {
@@ -305,9 +307,9 @@ unsafe fn weigh(running: &mut Running, scale: f32, key: u32, limit: Option<[u32;
     (s, factors)
 }
 
-/// Puts weights where the product with the values takes them from. The one before is done: the assembler would make
-/// products wait for each other if their fragments were made while others are under way.
-#[inline(always)]
+/// Puts the weights where `P · V` takes them from. The `P · V` before is done by then: if fragments were written while
+/// MMAs are under way, the assembler would serialise the MMAs.
+#[device]
 fn set_weights(weights: &KeyWeights) {
     groups!(G; {
         wgmma::set_fragment::<{ 2 * G }>(weights[G][0][0], weights[G][0][1]);
@@ -315,7 +317,7 @@ fn set_weights(weights: &KeyWeights) {
     });
 }
 
-#[inline(always)]
+#[device]
 fn scale_outputs(factors: [f32; 2]) {
     groups!(G; {
         wgmma::set::<{ 64 + 4 * G }>(wgmma::get::<{ 64 + 4 * G }>() * factors[0]);
@@ -330,7 +332,7 @@ fn scale_outputs(factors: [f32; 2]) {
 /// # Safety
 /// One lane of the block calls it, once. `head` is a query head, `tile` one of the launch's, and `blocks` how many
 /// blocks of keys its last row sees. `queries_full` was made.
-#[inline(always)]
+#[device]
 unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     // SAFETY: the caller's word.
     unsafe {
@@ -351,10 +353,10 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let mut keys = Ring::new(KEY_STAGES, 0);
         let mut values = Ring::new(VALUE_STAGES, 4);
         let last_page = (tile.position + tile.rows - 1) / PAGE_TOKENS;
-        // The number of a page of a head among all pages of all heads. Of a last block the second page may be missing:
-        // the first again, whose keys there are masked.
+        // The number of a page of a head among all pages of all heads. The last block of keys may lack its second page:
+        // it gets the first again, and the keys there are masked.
         let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
-        // Pages for both blocks of a pair, every other of which is this one's.
+        // In a cluster this block loads every other page, for both blocks.
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
         let load = |ring: &mut Ring, block: u32, kind: u32| {
             ring.begin_fill();
@@ -387,7 +389,7 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
     }
 }
 
-/// What the lane has of a quarter of the outputs of one of its rows, four pairs of bf16: in the order of
+/// The lane's quarter of the outputs of one of its rows, as four pairs of bf16. In the order of
 /// [`slot`](crate::linear::slot) they lie side by side.
 macro_rules! quarter_words {
     ($quarter:expr, $row:expr) => {{
@@ -402,11 +404,11 @@ macro_rules! quarter_words {
     }};
 }
 
-/// A warpgroup's rows.
+/// Computes the outputs of a warpgroup's 64 rows, and stores them.
 ///
 /// # Safety
-/// Warpgroups 0 and 1 call it, once, with what [`produce`] has, and with registers for the accumulators.
-#[inline(always)]
+/// Warpgroups 0 and 1 call it, once, with the arguments that [`produce`] has, and with registers for the accumulators.
+#[device]
 unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     // SAFETY: the caller's word.
     unsafe {
@@ -416,7 +418,8 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let queries = Operand::at(own);
         let mut keys = Ring::new(KEY_STAGES, 0);
         let mut values = Ring::new(VALUE_STAGES, 4);
-        // Lane `i` of a warpgroup tells block `i` of the cluster, whose copies also land here, that a stage is free.
+        // Lane `i` of a warpgroup tells block `i` of the cluster that a stage is free: that block's copies land here
+        // too.
         let in_group = thread::thread_idx_x() % GROUP;
         let peer = if CLUSTER > 1 { in_group % CLUSTER } else { 0 };
         let (keys_free, values_free) = (PeerBarrier::new(keys.empty(), peer), PeerBarrier::new(values.empty(), peer));
@@ -424,7 +427,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let first = tile.position + group * GROUP_ROWS;
         let row = warp * 16 + lane / 4;
         let limit = [first + row, first + row + 8];
-        // A block in which some row of the warpgroup sees not all.
+        // Masks a block of keys if some row of the warpgroup does not see all of it.
         let masks = |block: u32| if (block + 1) * KEYS > first { Some(limit) } else { None };
         let scale = p.scale * LOG2_E;
         let mut running = Running { top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
@@ -464,7 +467,8 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             pairs + warp::shuffle_xor(pairs, 2)
         });
         scale_outputs(norm.map(|norm| 1.0 / norm));
-        // Rows go through shared memory, where the warpgroup's queries were, so that stores are whole lines.
+        // Outputs go through shared memory, in place of the warpgroup's queries, so that stores cover whole cache
+        // lines.
         let row_len = (p.q_heads * HEAD_DIM) as usize;
         if p.codes.codes.is_null() {
             unroll!(B < 4; {
@@ -514,7 +518,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
 
 /// # Safety
 /// All threads of every block call it, [`THREADS`] of each, in clusters of `CLUSTER` blocks.
-#[inline(always)]
+#[device]
 unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
     // SAFETY: the caller's word.
     unsafe {
@@ -554,14 +558,14 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
     }
 }
 
-/// Attention of a tile of rows.
+/// Attention of a tile of rows for a query head.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn prefill_attention(p: PrefillAttention) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { attend::<1>(&p) }
 }
 
-/// The same, with blocks in pairs: for an even number of query heads to a key-value head.
+/// As [`prefill_attention`], with blocks in pairs. The query heads of a key-value head must be even in number.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
 pub unsafe fn prefill_attention_2x1(p: PrefillAttention) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -1,8 +1,8 @@
 //! Between the QKV projection and attention: per-head RMSNorm of queries and keys, rotary embedding, and the append of
 //! keys and values to the cache.
 //!
-//! One warp a head and row. A lane holds dimensions `2l`, `2l + 1` and their rotary partners `64 + 2l`, `65 + 2l`: the
-//! rotation stays in the lane, and only the norm's sum crosses lanes.
+//! One warp has one head of one row. Lane `l` holds dimensions `2l`, `2l + 1` and their rotary partners `64 + 2l`,
+//! `65 + 2l`: the rotation stays in the lane, and only the norm's sum crosses lanes.
 //!
 //! ```text
 //! rotated[d]      = x[d]      · cos[position, d] − x[d + 64] · sin[position, d]        d < 64
@@ -12,11 +12,11 @@
 //! # Safety
 //! Whole warps call what is not a kernel, with the same arguments in all lanes. Rows and heads that are named are among
 //! those of the launch's parameter block, whose addresses are as it says; positions are within the tables of cosines
-//! and sines. What the projection left is there, and nobody writes it meanwhile. What is written is this warp's alone,
-//! and nobody reads it before they have synchronised.
+//! and sines. The projection's output is there, and nobody writes it meanwhile. What a warp writes is its alone, and
+//! nobody reads it before they have synchronised.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, thread, warp};
 
 use crate::attention::{QUERY_HALF, query_word};
 use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
@@ -34,15 +34,15 @@ pub struct SplitHeads {
     pub rows: Rows,
     /// `[rows, (q_heads + 2 · kv_heads) · 128]`: queries, keys, values.
     pub qkv: Global<f32>,
-    /// `[128]`; ones without [`head_norm`](Self::head_norm).
+    /// `[128]`: the weights of the queries' norm; ones without [`head_norm`](Self::head_norm).
     pub q_norm: Global<bf16>,
-    /// `[128]`, likewise.
+    /// `[128]`: the weights of the keys' norm; ones without [`head_norm`](Self::head_norm).
     pub k_norm: Global<bf16>,
     /// `[positions, 64]` cosines.
     pub cos: Global<f32>,
     /// `[positions, 64]` sines.
     pub sin: Global<f32>,
-    /// `[rows, q_heads, 128]`.
+    /// `[rows, q_heads, 128]`: the queries, as attention reads them.
     pub q: GlobalMut<bf16>,
     /// Where keys and values go.
     pub cache: Cache,
@@ -55,20 +55,20 @@ pub struct SplitHeads {
 }
 
 impl SplitHeads {
-    /// Heads of all three kinds.
-    #[inline(always)]
+    /// Heads of all three kinds: queries, keys and values.
+    #[device]
     pub const fn heads(&self) -> u32 {
         self.q_heads + 2 * self.cache.kv_heads
     }
 
-    #[inline(always)]
+    #[device]
     fn all(&self) -> Heads {
         let Self { qkv, q_heads, eps, head_norm, cache, .. } = *self;
         Heads { qkv, q_heads, kv_heads: cache.kv_heads, eps, head_norm }
     }
 }
 
-/// Normalises, rotates and places every head of every row.
+/// Normalises and rotates queries and keys, and writes every head of every row to where attention reads it.
 #[kernel(threads = 128)]
 pub unsafe fn split_heads(p: SplitHeads) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -88,11 +88,11 @@ struct HeadOf {
     head: u32,
 }
 
-/// One warp's work: `N` heads. All that comes from far is asked for at once.
+/// One warp's work: `N` heads, whose loads are issued together.
 ///
 /// # Safety
 /// The rows' positions have pages in the cache.
-#[inline(always)]
+#[device]
 unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
     // SAFETY: the caller's word.
     unsafe {
@@ -127,12 +127,12 @@ unsafe fn split_some<const N: usize>(p: &SplitHeads, which: [HeadOf; N]) {
     }
 }
 
-/// What [`split_some`] does with a key and its value, of each row and head whose number is `first` plus a multiple of
-/// `step`, one after another.
+/// Appends keys and values to the cache: [`split_some`] for the key and the value of every row and key-value head whose
+/// number, `row · kv_heads + head`, is `first` plus a multiple of `step`.
 ///
 /// # Safety
 /// As for [`split_some`], of all rows. `step` is not 0, and nobody else has the same numbers.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn append(p: &SplitHeads, first: u32, step: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -171,11 +171,11 @@ pub(crate) struct Factors {
 }
 
 impl Factors {
-    /// Those of `position`.
+    /// The factors of `position`.
     ///
     /// # Safety
     /// The norm has [`HEAD_DIM`] weights, at a multiple of 4 bytes.
-    #[inline(always)]
+    #[device]
     pub unsafe fn load(norm: Global<bf16>, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe { Self::of(Self::load_weight(norm), cos, sin, position) }
@@ -185,7 +185,7 @@ impl Factors {
     ///
     /// # Safety
     /// As for [`load`](Self::load).
-    #[inline(always)]
+    #[device]
     pub unsafe fn load_weight(norm: Global<bf16>) -> Weight {
         // SAFETY: the caller's word.
         unsafe {
@@ -194,11 +194,11 @@ impl Factors {
         }
     }
 
-    /// Those of `position` with weights that are there.
+    /// The factors of `position`, with weights that are already loaded.
     ///
     /// # Safety
     /// The tables of cosines and sines have this position.
-    #[inline(always)]
+    #[device]
     pub unsafe fn of(weight: Weight, cos: Global<f32>, sin: Global<f32>, position: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -218,12 +218,12 @@ pub(crate) struct HeadVector {
 }
 
 impl Heads {
-    /// A lane's part of head `head` of all three kinds, of `row`, as the projection left it; dimensions as in
-    /// [`HeadVector`].
+    /// A lane's part of one head of `row`, as the projection left it; dimensions as in [`HeadVector`]. `head` counts
+    /// queries, then keys, then values.
     ///
     /// # Safety
     /// There is such a row and head.
-    #[inline(always)]
+    #[device]
     pub unsafe fn load(&self, row: u32, head: u32) -> [[f32; 2]; 2] {
         // SAFETY: the caller's word.
         unsafe {
@@ -234,11 +234,11 @@ impl Heads {
         }
     }
 
-    /// Dimensions `d` to `d + 4` of a row's value, as the projection left them; `d` is a multiple of 4.
+    /// Dimensions `d` to `d + 3` of a row's value, as the projection left them; `d` is a multiple of 4.
     ///
     /// # Safety
     /// There is such a row and key-value head. `d` is below [`HEAD_DIM`], and may be another in each lane.
-    #[inline(always)]
+    #[device]
     pub unsafe fn load_value(&self, row: u32, kv_head: u32, d: u32) -> [f32; 4] {
         // SAFETY: the caller's word.
         unsafe {
@@ -248,19 +248,19 @@ impl Heads {
         }
     }
 
-    /// What each of `N` heads of a warp is multiplied by, to have a mean square of 1: by 1 without a norm.
-    #[inline(always)]
+    /// For each of a warp's `N` heads, the factor that makes its mean square 1; without a norm, 1.
+    #[device]
     pub fn scales<const N: usize>(&self, x: &[[[f32; 2]; 2]; N]) -> [f32; N] {
         const { assert!(N.is_power_of_two() && N <= 8) };
         let mut squares = x.map(|[[x0, x1], [x2, x3]]| x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3);
-        // As `warp_sum`, but all at once.
+        // As `warp_sum`, for all heads at once: their shuffles overlap.
         unroll!(M < 5; {
             let others = squares.map(|s| warp::shuffle_xor(s, 16 >> M));
             unroll!(I < N of 8; {
                 squares[I] += others[I];
             });
         });
-        // A root and two divisions for all: of each head in another lane.
+        // Every lane computes the root and the divisions of one head: `N` heads take no longer than one.
         let lane = thread::lane_id();
         let mut own = squares[0];
         unroll!(I < N of 8; {
@@ -279,9 +279,9 @@ impl Heads {
         scales
     }
 
-    /// A head, ready for attention: queries and keys multiplied by their [scale](Self::scales) and rotated by
-    /// `factors`, which values do not ask for.
-    #[inline(always)]
+    /// A head, ready for attention. Queries and keys are multiplied by their [scale](Self::scales) and rotated by
+    /// `factors`; for values `factors` is not called.
+    #[device]
     pub fn vector(&self, head: u32, x: [[f32; 2]; 2], scale: f32, factors: impl FnOnce() -> Factors) -> HeadVector {
         if head >= self.q_heads + self.kv_heads {
             return HeadVector::value(x);
@@ -298,31 +298,31 @@ impl Heads {
 }
 
 /// Four dimensions of a value, as bf16.
-#[inline(always)]
+#[device]
 pub(crate) fn pack_value([x0, x1, x2, x3]: [f32; 4]) -> [u32; 2] {
     [math::pack_bf16(x0, x1), math::pack_bf16(x2, x3)]
 }
 
 impl HeadVector {
-    /// Of a value: as it is.
-    #[inline(always)]
+    /// A value, which is only rounded to bf16.
+    #[device]
     fn value([[x0, x1], [x2, x3]]: [[f32; 2]; 2]) -> Self {
         Self { low: math::pack_bf16(x0, x1), high: math::pack_bf16(x2, x3), lane: thread::opaque(thread::lane_id()) }
     }
 
-    /// Its two words, and where they stand among the 64 of the row of `position`.
-    #[inline(always)]
+    /// The lane's two words, each with its index among the 64 words of the row of `position`.
+    #[device]
     const fn words(&self, position: u32) -> [(usize, u32); 2] {
         let first = place(position, self.lane * 2) / 2;
         [(first as usize, self.low), ((first + HALF / 2) as usize, self.high)]
     }
 
-    /// Writes it as the row of `position`, each dimension at its [`place`]. A query stands as position 0 does: one
-    /// dimension after another.
+    /// Writes the head as the row of `position`, each dimension at its [`place`]. With position 0, dimensions lie in
+    /// order: so queries are stored.
     ///
     /// # Safety
     /// There is room for [`HEAD_DIM`] elements.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store(&self, to: GlobalMut<bf16>, position: u32) {
         unroll!(I < 2; {
             let (i, word) = self.words(position)[I];
@@ -331,11 +331,12 @@ impl HeadVector {
         });
     }
 
-    /// Writes it as the row of a token of the page in shared memory that begins at byte `page` and lies so.
+    /// Writes the head as the row of `token` in a page in shared memory. The page begins at byte `page` of dynamic
+    /// shared memory and has this `layout`.
     ///
     /// # Safety
     /// The page is in dynamic shared memory at a multiple of 16, and `token` below the tokens of a page.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store_in_page(&self, layout: PageLayout, page: u32, token: u32) {
         unroll!(I < 2; {
             let to = page + layout.chunk(token, self.lane / 4 + (8 * I) as u32) + self.lane % 4 * 4;
@@ -344,12 +345,12 @@ impl HeadVector {
         });
     }
 
-    /// Writes a query to shared memory so that its `32 j + 8 t`-th element is followed by what
-    /// [`score_keys`](crate::attention::score_keys) wants of it together.
+    /// Writes a query to shared memory so that the elements from `32 j + 8 t` on are those that lane `t` of four takes
+    /// together in [`score_keys`](crate::attention::score_keys).
     ///
     /// # Safety
     /// There is room for [`HEAD_DIM`] elements.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store_for_words(&self, to: Shared<bf16>) {
         // SAFETY: the caller's word.
         unsafe {
@@ -360,11 +361,11 @@ impl HeadVector {
         }
     }
 
-    /// Writes a query into a tile of queries in shared memory, as this pair's: see [`query_word`].
+    /// Writes a query into a tile of queries in shared memory, as query number `pair`: see [`query_word`].
     ///
     /// # Safety
     /// There is room for a tile of queries, of which `pair` is one.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store_query(&self, tile: Shared<bf16>, pair: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -378,7 +379,7 @@ impl HeadVector {
     ///
     /// # Safety
     /// There is room for [`HEAD_DIM`] elements.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store_shared(&self, to: Shared<bf16>, position: u32) {
         unroll!(I < 2; {
             let (i, word) = self.words(position)[I];

@@ -1,29 +1,29 @@
 //! A ring of pipeline stages in shared memory, which producer warps fill by TMA and consumer warps read.
 //!
-//! Stages lie in the block's dynamic shared memory; a barrier for each says that it is full, and then one for each that
-//! it is free.
+//! Stages lie in the block's dynamic shared memory. Behind them lie the full barriers, one for each stage, and then the
+//! empty barriers.
 //!
 //! # Safety
-//! [`Ring`] says what all that is unsafe here asks. Beyond that, a producer fills a stage that it has waited for, and
-//! tells its full barrier of as many bytes as the copies bring. A consumer is never more than one phase behind a
-//! barrier that it asks, which tells a phase from the next alone. One lane may call what waits; all lanes of a warp
-//! call what releases.
+//! [`Ring`] says what all that is unsafe here asks. Beyond that, a producer fills only a stage that it has waited for,
+//! and tells the stage's full barrier of as many bytes as the copies bring. A consumer is never more than one phase
+//! behind a barrier that it asks: a parity tells a phase from the next one, and no more. One lane may call what waits;
+//! all lanes of a warp call what releases.
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{thread, warp};
+use cuda_std::{device, thread, warp};
 
 use crate::waiting;
 
-/// The shape of a ring.
+/// The shape of a ring: offsets are in bytes from the start of dynamic shared memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
-    /// Where it begins.
+    /// Where the stages begin.
     pub start: u32,
     pub stages: u32,
-    /// Of a stage.
+    /// Bytes of a stage.
     pub bytes: u32,
-    /// Where its barriers begin.
+    /// Where the barriers begin.
     pub barriers: u32,
 }
 
@@ -33,21 +33,21 @@ impl Shape {
         Self { start, stages, bytes, barriers: start + stages * bytes }
     }
 
-    /// Where its barriers end.
+    /// Where the barriers end.
     pub const fn end(self) -> u32 {
         self.barriers + 2 * self.stages * 8
     }
 }
 
-/// Where a role stands in a ring.
+/// The position of a producer or a consumer in a ring: a stage, and the parity of its barriers' phase.
 ///
 /// # Safety
-/// What is unsafe here asks that the block has shared memory for the ring's [shape](Shape), of which the barriers were
-/// made by [`init`](Self::init) before the block synchronised; and that producers and consumers take stages in the same
-/// order. Who reads a stage has waited for it, or has synchronised with one who has, and releases it once.
+/// What is unsafe here asks that the block has shared memory for the ring's [shape](Shape); that [`init`](Self::init)
+/// made the barriers before the block synchronised; and that producers and consumers take stages in the same order.
+/// Whoever reads a stage has waited for it, or has synchronised with a thread that has, and releases it once.
 #[derive(Clone, Copy)]
 pub(crate) struct Ring {
-    /// Where dynamic shared memory begins, found once: a special register says so.
+    /// Where dynamic shared memory begins. Kept, since it takes a special register to find out.
     base: u32,
     shape: Shape,
     stage: u32,
@@ -55,25 +55,25 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// The start, for those who use what comes.
-    #[inline(always)]
+    /// The first stage, for a consumer.
+    #[device]
     pub fn consumer(shape: Shape) -> Self {
         Self { base: Self::base(), shape, stage: 0, parity: 0 }
     }
 
-    /// The start, for those who fill it: the first turn finds every stage free.
-    #[inline(always)]
+    /// The first stage, for a producer: in the first turn it finds every stage free.
+    #[device]
     pub fn producer(shape: Shape) -> Self {
         Self { base: Self::base(), shape, stage: 0, parity: 1 }
     }
 
-    /// Makes all barriers: a stage is full after one arrival and its bytes, and free after `consumers`. One lane does
-    /// it, before anyone waits.
+    /// Makes all barriers. A stage is full after one arrival and its bytes, and free after `consumers` arrivals. One
+    /// lane calls it, before anyone waits.
     ///
     /// # Safety
-    /// The block has shared memory for the barriers, of which nothing is in use; `consumers` is at least 1. The lane
+    /// The block has shared memory for the barriers, and none of it is in use; `consumers` is at least 1. The lane
     /// [fences](bulk::fence_init) them afterwards, and then the block synchronises.
-    #[inline(always)]
+    #[device]
     pub unsafe fn init(shape: Shape, consumers: u32) {
         let mut stage = 0;
         while stage < shape.stages {
@@ -87,45 +87,45 @@ impl Ring {
         }
     }
 
-    /// The same, from a shuffle: so the assembler knows that a warp's lanes agree on it, and makes what is found from
-    /// it in uniform registers.
-    #[inline(always)]
+    /// This position, passed through a shuffle. It tells the assembler that a warp's lanes agree on it, so what is
+    /// computed from it goes to uniform registers.
+    #[device]
     pub fn agreed(&self) -> Self {
         let [base, stage, parity] = [self.base, self.stage, self.parity].map(|word| warp::shuffle_idx(word, 0));
         Self { base, stage, parity, ..*self }
     }
 
-    #[inline(always)]
+    #[device]
     fn base() -> u32 {
         // SAFETY: an address, from which nothing is read here.
         thread::opaque(unsafe { shared::dynamic::<u8>(0) }.addr())
     }
 
-    #[inline(always)]
+    #[device]
     pub unsafe fn full(&self) -> Barrier {
         self.barrier(self.stage)
     }
 
-    #[inline(always)]
+    #[device]
     pub unsafe fn empty(&self) -> Barrier {
         self.barrier(self.shape.stages + self.stage)
     }
 
-    #[inline(always)]
+    #[device]
     fn barrier(&self, number: u32) -> Barrier {
         Barrier::at(Shared::from_raw(self.base + self.shape.barriers + number * 8))
     }
 
     /// A consumer waits until the stage is full.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
         unsafe { waiting::for_phase(self.full(), self.parity) }
     }
 
-    /// A consumer waits until the stage is full, as it likely is. The first look is outside of a loop: at the head of
-    /// one that waits the assembler has the warp yield, which takes longer than a barrier's answer.
-    #[inline(always)]
+    /// A consumer waits until the stage is full, as it probably is already. The first poll is outside the loop: at the
+    /// head of a waiting loop the assembler makes the warp yield, which takes longer than a barrier's answer.
+    #[device]
     pub unsafe fn wait_likely_full(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -135,18 +135,19 @@ impl Ring {
         }
     }
 
-    /// Whether the stage is full: for a consumer that asks before it needs it, since an answer takes its time.
-    #[inline(always)]
+    /// Whether the stage is full. A consumer can ask before it needs the stage, to hide the latency of the answer.
+    #[device]
     pub unsafe fn is_full(&self) -> bool {
         // SAFETY: the caller's word.
         unsafe { self.full().test_wait(self.parity) }
     }
 
-    /// A consumer waits until this stage and another one are full. Both are asked at once, as an answer takes its time.
+    /// A consumer waits until this stage and `other`'s are full. It polls both at once, to hide the latency of the
+    /// answers.
     ///
     /// # Safety
     /// As for [`wait_full`](Self::wait_full), of both.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait_full_beside(&self, other: &Self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -157,13 +158,13 @@ impl Ring {
         }
     }
 
-    /// A consumer waits until the next `count` stages are full, four at most, likewise.
+    /// A consumer waits until the next `count` stages are full, this one included. It polls all of them at once.
     ///
     /// # Safety
     /// As for [`wait_full`](Self::wait_full), of all these; `count` is from 1 to 4.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait_full_few(&self, count: u32) {
-        // Of one that is not wanted the first.
+        // Beyond `count`, the first stage again.
         let stage = |i: usize| self.ahead(if (i as u32) < count { i as u32 } else { 0 });
         // SAFETY: the caller's word.
         unsafe {
@@ -180,67 +181,69 @@ impl Ring {
         }
     }
 
-    /// Whether the stage and the next one are full, likewise.
-    #[inline(always)]
+    /// Whether this stage and the next one are full: see `is_full`.
+    #[device]
     pub unsafe fn is_full_pair(&self) -> bool {
         // SAFETY: the caller's word.
         unsafe { self.is_full() & self.ahead(1).is_full() }
     }
 
-    /// A consumer waits until the stage and the next one are full. Both are asked at once, as an answer takes its time.
+    /// A consumer waits until this stage and the next one are full. It polls both at once, to hide the latency of the
+    /// answers.
     ///
     /// # Safety
     /// As for [`wait_full`](Self::wait_full), of both: the next stage is to be filled, too.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait_full_pair(&self) {
         // SAFETY: the caller's word.
         unsafe { self.wait_full_beside(&self.ahead(1)) }
     }
 
     /// A producer waits until the stage is free.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait_empty(&self) {
         // SAFETY: the caller's word.
         unsafe { waiting::for_phase(self.empty(), self.parity) }
     }
 
-    /// A producer waits until no more than `copies` of its stages, this one included, will be under way.
+    /// A producer waits until at most `copies` fills of stages will be under way, this stage's included.
     ///
     /// # Safety
     /// `copies` is at least 1, and at most the ring's stages.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait_under_way(&self, copies: u32) {
-        // The stage so many places ago, with the parity of its last turn: a fresh barrier has that turn behind it.
+        // The stage that was filled `copies` places ago, with the parity of its latest fill. A fresh barrier counts as
+        // filled.
         let earlier = self.ahead(self.shape.stages - copies);
         // SAFETY: the caller's word.
         unsafe { waiting::for_phase(earlier.full(), earlier.parity) }
     }
 
     /// How many stages there are.
-    #[inline(always)]
+    #[device]
     pub const fn stages(&self) -> u32 {
         self.shape.stages
     }
 
     /// Where the stage begins, from the start of dynamic shared memory.
-    #[inline(always)]
+    #[device]
     pub const fn offset(&self) -> u32 {
         self.shape.start + self.stage * self.shape.bytes
     }
 
     /// The stage's memory.
-    #[inline(always)]
+    #[device]
     pub unsafe fn stage_buffer(&self) -> Shared<u8> {
         Shared::from_raw(self.base + self.offset())
     }
 
-    /// Releases a stage that a whole warp has read by ordinary loads. Lanes with `arrives` do so, each its own stage.
-    /// Without the fence TMA overwrote what was still being read.
+    /// Releases a stage that the whole warp has read by ordinary loads. Every lane with `arrives` releases its own
+    /// stage. The fence keeps TMA from overwriting what is still being read.
     ///
     /// # Safety
-    /// All lanes of the warp call it, and have waited for each stage that is released. Of all warps together as many
-    /// lanes arrive for a stage as [`init`](Self::init) was told of.
-    #[inline(always)]
+    /// All lanes of the warp call it, and have waited for each stage that is released. Over all warps, as many lanes
+    /// arrive for a stage as [`init`](Self::init) was told of.
+    #[device]
     pub unsafe fn release(&self, arrives: bool) {
         // SAFETY: the caller's word.
         unsafe {
@@ -250,14 +253,15 @@ impl Ring {
         }
     }
 
-    /// The same of a stage whose content went into `sum`. It is read by then, and needs no fence.
+    /// As [`release`](Self::release), of a stage whose content went into `sum`. The arrival depends on `sum`, so the
+    /// stage has been read by then, and no fence is needed.
     ///
     /// # Safety
     /// As for [`release`](Self::release). `sum` is what the warp's products made of all that its lanes have read of the
     /// stage.
-    #[inline(always)]
+    #[device]
     pub unsafe fn release_behind(&self, sum: f32, arrives: bool) {
-        // The assembler does not know that it is zero.
+        // Always zero, but the assembler does not know that.
         let zero = sum.to_bits() & thread::unknown_zero();
         // SAFETY: the caller's word.
         unsafe {
@@ -266,22 +270,24 @@ impl Ring {
         }
     }
 
-    /// The same of a stage of which a part of each load went into `word`: a load ends as a whole.
+    /// As `release_behind`, of a stage of which a part of each load went into `word`: that is
+    /// enough, since a load ends as a whole.
     ///
     /// # Safety
     /// As for [`release`](Self::release); each lane's `word` depends on each of its loads from the stage.
-    #[inline(always)]
+    #[device]
     pub unsafe fn release_loaded(&self, word: u32, arrives: bool) {
         // SAFETY: the caller's word.
         unsafe { self.release_behind(f32::from_bits(word), arrives) }
     }
 
-    /// The same of a stage that needs no fence: nothing of it is still being loaded, or no TMA fills it.
+    /// As [`release`](Self::release), of a stage that needs no fence: no load from it is under way any more, or TMA
+    /// does not fill it.
     ///
     /// # Safety
-    /// All lanes of the warp call it, have waited for the stage, and are done with it. As many warps do as
+    /// All lanes of the warp call it, have waited for the stage, and are done with it. As many warps call it as
     /// [`init`](Self::init) was told of.
-    #[inline(always)]
+    #[device]
     pub unsafe fn release_unfenced(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -290,11 +296,11 @@ impl Ring {
         }
     }
 
-    /// Releases the stage and the next one, likewise.
+    /// As [`release`](Self::release), of this stage and the next one.
     ///
     /// # Safety
     /// As for [`release`](Self::release), of both stages.
-    #[inline(always)]
+    #[device]
     pub unsafe fn release_pair(&self, arrives: bool) {
         // SAFETY: the caller's word.
         unsafe {
@@ -303,16 +309,16 @@ impl Ring {
         }
     }
 
-    /// Where one lane stands, for all lanes of its warp.
-    #[inline(always)]
+    /// The position of `lane`, for all lanes of its warp.
+    #[device]
     pub fn of_lane(mut self, lane: u32) -> Self {
         self.stage = warp::shuffle_idx(self.stage, lane);
         self.parity = warp::shuffle_idx(self.parity, lane);
         self
     }
 
-    /// `n` stages on, a turn at most.
-    #[inline(always)]
+    /// The position `n` stages further, at most one turn.
+    #[device]
     pub const fn ahead(mut self, n: u32) -> Self {
         self.stage += n;
         if self.stage >= self.shape.stages {

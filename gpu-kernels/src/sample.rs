@@ -1,7 +1,7 @@
 //! Choosing the token after each row: the largest logit, or a draw from the model's distribution.
 //!
-//! Penalties, then temperature, top-k, top-p and min-p, in this order; what is left is drawn from by inverting the
-//! cumulative distribution in vocabulary order. Logits are read, never changed.
+//! Penalties, temperature, top-k, top-p and min-p are applied in this order. The token is drawn from what is left by
+//! inverting the cumulative distribution in vocabulary order. Logits are read, never changed.
 //!
 //! ```text
 //! best logit ─┬─ greedy ─► token
@@ -11,9 +11,9 @@
 //!                          ─► the slice that the draw falls into
 //! ```
 //!
-//! A row's logits are split over CTAs that wait for each other ([`team`]), as many as leave none of the card idle; with
-//! many rows each CTA has rows of its own. What a large top-k or top-p alone keep is found by a radix select over all
-//! logits ([`select`]), so any setting is exact.
+//! A row's logits are split over a [`team`] of CTAs that wait for each other, as many as it takes to leave none of the
+//! card idle; with many rows each CTA has rows of its own. What a large top-k keeps, or a top-p without top-k, is found
+//! by a radix select over all logits ([`select`]), so any setting is exact.
 //!
 //! # Order
 //! A token's mass is the integer `⌊exp(logit − max) · 2⁴⁰⌋`. Integer sums are associative, so histograms and totals
@@ -29,9 +29,9 @@
 //!
 //! # Safety
 //! Functions that are not kernels are parts of `sample`, `sample_each` or what notes logits: whole CTAs call them, and
-//! for a row all CTAs of its [`team`], which take the same way, since they wait for each other. So launches are
+//! for a row all CTAs of its [`team`], which take the same branches, since they wait for each other. So launches are
 //! cooperative. Inputs are as the launch's parameter block says. A CTA has [`SHARED_BYTES`] of dynamic shared memory to
-//! itself. The choice that is made lies there when `choose` begins, until the CTA has synchronised after it.
+//! itself. The choice that is being made lies there from when `choose` begins until the CTA has synchronised after it.
 
 mod mass;
 mod row;
@@ -41,7 +41,7 @@ mod team;
 use core::marker::PhantomData;
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, kernel, math, thread};
+use cuda_std::{Global, GlobalMut, device, kernel, math, thread};
 
 pub(crate) use mass::key;
 pub(crate) use mass::masses_of;
@@ -59,14 +59,14 @@ use team::{block_total, block_totals, running_total};
 
 use crate::step::{NO_TOKEN, Rows};
 
-/// Of a token's uses, which are one word: it occurs in the prompt.
+/// In the word of a token's uses: the token occurs in the prompt.
 pub const PROMPTED: u32 = 1;
-/// Each time that it occurs in the output adds this.
+/// In the word of a token's uses: each time that the token occurs in the output adds this.
 pub const GENERATED: u32 = 2;
 
 pub(crate) const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
-/// CTAs of the kernels that work on rows of logits which an SM holds at once.
+/// CTAs that an SM holds at once, of the kernels that work on rows of logits.
 pub const CTAS_PER_SM: u32 = 2;
 
 // Shared memory: a total for each warp, a few words of results, the choice that is made, and a histogram or candidates.
@@ -80,13 +80,13 @@ const WEIGHTS: u32 = RANKS + MOST_CANDIDATES * 8;
 pub const SHARED_BYTES: u32 = HISTOGRAM + 3 * BINS * 4;
 const _: () = assert!(WEIGHTS + MOST_CANDIDATES * 8 <= SHARED_BYTES);
 
-/// How rows of logits are split over CTAs, and where those of a row synchronise. Cooperative launches; grid: teams of
-/// [`splits`](Self::splits) CTAs.
+/// How rows of logits are split over CTAs, and the memory through which the CTAs of a row synchronise. Cooperative
+/// launches; grid: teams of [`splits`](Self::splits) CTAs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Split {
-    /// `[teams, SCRATCH_WORDS]`, of which the first [`ZEROED_WORDS`] are zero when it is used first; launches leave it
-    /// as they need to find it.
+    /// `[teams, SCRATCH_WORDS]`. The first [`ZEROED_WORDS`] of each team must be zero before the first launch; each
+    /// launch leaves them zero.
     pub scratch: GlobalMut<u64>,
     /// CTAs of a row: [`splits`].
     pub splits: u32,
@@ -98,7 +98,7 @@ impl Split {
     /// # Safety
     /// The block is of the launch that this is a part of the parameters of: [`splits`](Self::splits) is not 0, and
     /// there is scratch for every team.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn team(&self) -> (u32, u32, Team) {
         // SAFETY: the caller's word.
         unsafe {
@@ -111,7 +111,7 @@ impl Split {
 }
 
 /// Parameters of [`sample`]. Cooperative; grid: a [`Split`]'s, with as many teams as rows from `first_row` on, or with
-/// fewer of one CTA each, which take turns. Shared memory: [`SHARED_BYTES`].
+/// fewer teams of one CTA each, which take turns. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Sample {
@@ -121,9 +121,9 @@ pub struct Sample {
     pub logits: Global<f32>,
     /// `[vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`].
     pub uses: Global<u32>,
-    /// `[rows]` the chosen tokens; [`NO_TOKEN`] where the largest logit is no finite number.
+    /// `[rows]` the chosen tokens; [`NO_TOKEN`] if the largest logit is not finite.
     pub sampled: GlobalMut<u32>,
-    /// How it is chosen.
+    /// How the token is chosen.
     pub settings: Settings,
     /// How rows are split.
     pub split: Split,
@@ -134,7 +134,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    #[inline(always)]
+    #[device]
     const fn inputs(&self) -> Inputs {
         Inputs { rows: self.rows, logits: self.logits, uses: self.uses, vocab: self.vocab }
     }
@@ -156,14 +156,14 @@ pub struct Settings {
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of seen tokens; 1 is off.
     pub repetition_penalty: f32,
-    /// Subtracted from the logits of generated tokens; 0 is off.
+    /// Subtracted once from the logits of generated tokens; 0 is off.
     pub presence_penalty: f32,
-    /// Likewise, for each time that they were generated.
+    /// Subtracted from a token's logit for each time that it was generated; 0 is off.
     pub frequency_penalty: f32,
 }
 
 impl Settings {
-    /// The likeliest token, whatever came before.
+    /// Takes the likeliest token, whatever came before.
     pub const GREEDY: Self = Self {
         seed: 0,
         temperature: 0.0,
@@ -176,16 +176,16 @@ impl Settings {
     };
 
     /// Whether what came before changes logits.
-    #[inline(always)]
+    #[device]
     const fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// From [`Choice::words`].
+    /// The settings in the last nine of [`Choice::words`].
     ///
     /// # Safety
     /// There are nine words, which nobody writes meanwhile.
-    #[inline(always)]
+    #[device]
     unsafe fn load(words: Shared<u32>) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -214,7 +214,7 @@ pub unsafe fn sample(p: Sample) {
             let (_, _, team) = p.split.team();
             // Earlier drafts of this step are part of this row's history.
             let (drafts, position) = (p.first_row + 1, p.rows.positions.load(row as usize));
-            // The choice before is made.
+            // The whole CTA is done with the choice before, whose place is overwritten.
             thread::sync_threads();
             if thread::thread_idx_x() == 0 {
                 Choice { row, drafts, slot: 0, position, settings: p.settings }.store(shared::dynamic(CHOICE));
@@ -230,25 +230,25 @@ pub unsafe fn sample(p: Sample) {
 pub struct Choice {
     /// Which row of the logits.
     pub row: u32,
-    /// The first of this step's rows whose tokens are drafts up to `row`; `row + 1` if `row` is none.
+    /// From this row of the step on, up to `row`, the tokens are drafts; `row + 1` if that of `row` is no draft.
     pub drafts: u32,
     /// Which row of `uses`.
     pub slot: u32,
     /// Position of the row's token.
     pub position: u32,
-    /// How it is chosen.
+    /// How the token is chosen.
     pub settings: Settings,
 }
 
 impl Choice {
-    /// Words of one.
+    /// Words of a choice.
     pub const WORDS: usize = 13;
 
-    /// From [`words`](Self::words).
+    /// The choice in these [`words`](Self::words).
     ///
     /// # Safety
     /// There are [`WORDS`](Self::WORDS), which nobody writes meanwhile.
-    #[inline(always)]
+    #[device]
     unsafe fn load(words: Shared<u32>) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -261,7 +261,7 @@ impl Choice {
     ///
     /// # Safety
     /// There is room for [`WORDS`](Self::WORDS), and nobody else uses it meanwhile. One lane calls it.
-    #[inline(always)]
+    #[device]
     unsafe fn store(&self, to: Shared<u32>) {
         let words = self.words();
         // SAFETY: the caller's word.
@@ -273,7 +273,7 @@ impl Choice {
     }
 
     /// As the device reads it.
-    #[inline(always)]
+    #[device]
     pub const fn words(&self) -> [u32; Self::WORDS] {
         let s = &self.settings;
         [
@@ -294,8 +294,8 @@ impl Choice {
     }
 }
 
-/// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer of one
-/// CTA each, which take turns. Shared memory: [`SHARED_BYTES`].
+/// Parameters of [`sample_each`]. Cooperative; grid: a [`Split`]'s, with as many teams as choices, or with fewer teams
+/// of one CTA each, which take turns. Shared memory: [`SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct SampleEach {
@@ -303,7 +303,7 @@ pub struct SampleEach {
     pub rows: Rows,
     /// `[rows, vocab]`.
     pub logits: Global<f32>,
-    /// `[slots, vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`]; read for choices with penalties alone.
+    /// `[slots, vocab]` uses of tokens: [`PROMPTED`], [`GENERATED`]; read only for choices with penalties.
     pub uses: Global<u32>,
     /// `[count, Choice::WORDS]`.
     pub choices: Global<u32>,
@@ -318,7 +318,7 @@ pub struct SampleEach {
 }
 
 impl SampleEach {
-    #[inline(always)]
+    #[device]
     const fn inputs(&self) -> Inputs {
         Inputs { rows: self.rows, logits: self.logits, uses: self.uses, vocab: self.vocab }
     }
@@ -333,7 +333,7 @@ pub unsafe fn sample_each(p: SampleEach) {
         while choice < p.count {
             let (_, _, team) = p.split.team();
             let (words, tid) = (p.choices.at(choice as usize * Choice::WORDS), thread::thread_idx_x() as usize);
-            // The choice before is made.
+            // The whole CTA is done with the choice before, whose place is overwritten.
             thread::sync_threads();
             if tid < Choice::WORDS {
                 shared::dynamic::<u32>(CHOICE).store(tid, words.load(tid));
@@ -349,7 +349,7 @@ pub unsafe fn sample_each(p: SampleEach) {
 /// # Safety
 /// Threads of the CTA have put the choice there; it need not have synchronised since. The team is fresh, and its row
 /// among the inputs. `token` is this choice's, and nobody else's.
-#[inline(always)]
+#[device]
 unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
     unsafe {
@@ -375,7 +375,8 @@ unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
             if candidates <= MOST_CANDIDATES {
                 return;
             }
-            // Too many are about as likely as the k-th: the last CTA does without candidates, and alone.
+            // More tokens are about as likely as the k-th than candidates have room: the last CTA takes the row again,
+            // alone and without candidates.
             team = team.alone();
             row.slice = (0, inputs.vocab);
             among_few = false;
@@ -383,11 +384,11 @@ unsafe fn choose(mut team: Team, inputs: Inputs, token: GlobalMut<u32>) {
     }
 }
 
-/// The choice that is being made: what is needed of it is read where it is needed.
+/// The choice that is being made. Callers load it again wherever they need a part of it.
 ///
 /// # Safety
 /// The choice lies in shared memory, and the CTA has synchronised since.
-#[inline(always)]
+#[device]
 unsafe fn choice() -> Choice {
     // SAFETY: the caller's word.
     unsafe { Choice::load(shared::dynamic(CHOICE)) }
@@ -397,21 +398,21 @@ unsafe fn choice() -> Choice {
 ///
 /// # Safety
 /// As for [`choice`].
-#[inline(always)]
+#[device]
 unsafe fn number() -> u64 {
     // SAFETY: the caller's word.
     let choice = unsafe { choice() };
     random(choice.settings.seed, u64::from(choice.position) + 1)
 }
 
-/// Stores the token, or nominates candidates for it, if there may be any.
+/// Stores the token, or nominates candidates for it: these only if `among_few`.
 ///
-/// What is kept is decided by logits after the temperature, but found by those before it, whose order is the same, and
-/// which need no division.
+/// Which tokens are kept is decided by logits after the temperature. They are found by logits before it, which have the
+/// same order and need no division.
 ///
 /// # Safety
 /// `row` has this CTA's slice, and the choice's logits. `among_few` is the same for the whole team.
-#[inline(always)]
+#[device]
 unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
     unsafe {
@@ -453,14 +454,14 @@ unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, tok
     }
 }
 
-/// Nominates the `count` best tokens of those in `question`, others that the temperature makes equal to the last of
-/// them, and some more: of each thread's best the `count`-th says how good these are at least. Does nothing, and says
-/// so, where fewer threads have any.
+/// Nominates the `count` best tokens among the ranks in `question`, others that the temperature makes equal to the last
+/// of these, and some more. Each thread passes its best rank: the `count`-th best of those is a lower bound for the
+/// `count` best tokens. If fewer threads have a rank in question, nominates nothing and returns false.
 ///
 /// # Safety
 /// `mine` is the thread's best rank in the CTA's slice of the row. `question`, `count`, not 0, and `temperature` are
 /// the same for the whole team.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn nominate_best<C: Change>(
     team: &mut Team,
     row: &Row,
@@ -471,7 +472,7 @@ pub(crate) unsafe fn nominate_best<C: Change>(
 ) -> bool {
     // SAFETY: the caller's word.
     unsafe {
-        // There are some more logits than threads with such a best one.
+        // A bound that up to twice as many threads reach is good enough. Somewhat more logits than threads reach it.
         let question = Question { enough: 2 * u64::from(count), ..question };
         let kept = select(team, &One(mine), question, Count, |_| count.into());
         if kept == 0 {
@@ -483,8 +484,8 @@ pub(crate) unsafe fn nominate_best<C: Change>(
     }
 }
 
-/// The key of the least logit that is, divided by the temperature, not below the logit of this key; 0 for 0.
-#[inline(always)]
+/// The key of the least logit that, divided by the temperature, is not below the logit of `key` divided by it; 0 for 0.
+#[device]
 fn tied(key: u32, temperature: f32) -> u32 {
     if key == 0 || temperature == 1.0 {
         return key;
@@ -503,18 +504,18 @@ fn tied(key: u32, temperature: f32) -> u32 {
 }
 
 /// The least mass that min-p keeps.
-#[inline(always)]
+#[device]
 fn least_mass(min_p: f32) -> u64 {
     if min_p > 0.0 { share(min_p, UNIT_MASS) } else { 0 }
 }
 
-/// Stores the first token in vocabulary order whose running total of `weigh`, of logits from `least` on, exceeds its
-/// share of the total: by the CTA in whose slice it is. Slices become parts of warps, and parts of these, until a warp
-/// has the rest.
+/// Draws a token. Logits from `least` on weigh what `weigh` says, and others nothing. The token is the first in
+/// vocabulary order at which the running total of weights exceeds a random share of the total. The CTA that has it in
+/// its slice stores it: it narrows its slice to the part of one warp, and that again, until a single warp has the rest.
 ///
 /// # Safety
 /// `row` has this CTA's slice, and `least` is the same for the whole team, as `weigh` does the same.
-#[inline(always)]
+#[device]
 unsafe fn draw<C: Change>(
     team: &mut Team,
     mut row: Row,
@@ -531,7 +532,7 @@ unsafe fn draw<C: Change>(
         if drawn < before_slice || drawn >= before_slice + slice {
             return;
         }
-        // Of the part that is looked at, what comes before it, and what this warp's share of it weighs.
+        // The weight before this warp's share of the slice, and the weight of that share.
         let (mut before, mut own) = (before_slice + before, own);
         let result = shared::dynamic::<u64>(RESULT);
         loop {
@@ -561,11 +562,11 @@ unsafe fn draw<C: Change>(
     }
 }
 
-/// Draws from the team's candidates, which are all that top-k can keep: a thread has one.
+/// Draws from the team's candidates, which include all tokens that top-k can keep. A thread has one candidate.
 ///
 /// # Safety
 /// This CTA is the team's last, and has not reset it. There are `count` candidates, at most [`MOST_CANDIDATES`].
-#[inline(always)]
+#[device]
 unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
     // SAFETY: the caller's word.
     unsafe {
@@ -601,11 +602,11 @@ unsafe fn draw_from_candidates(team: &Team, count: u32, token: GlobalMut<u32>) {
     }
 }
 
-/// What those of the first `count` candidates weigh together of whose ranks a condition holds.
+/// The total weight of those of the first `count` candidates for whose ranks `condition` holds.
 ///
 /// # Safety
 /// The CTA's threads have left `count` ranks in shared memory, and what `weigh` reads, and synchronised.
-#[inline(always)]
+#[device]
 unsafe fn sum_where(count: u32, condition: impl Fn(u64) -> bool, weigh: impl Fn(usize) -> u64) -> u64 {
     // SAFETY: the caller's word.
     unsafe {

@@ -8,14 +8,14 @@
 //! certainty, and then rejection sampling is this comparison: see `sample`).
 //!
 //! # Safety
-//! What is not a kernel is called in a launch whose parameter block `p` is, with addresses as that says. One whole warp
-//! plans, and one accepts; its lanes have numbers from 0 on, and nobody else uses what they write before the launch
-//! ends, but for the host, which waits for a report's flag.
+//! Functions that are not kernels are called in a launch whose parameter block is `p`, with addresses as that says. One
+//! whole warp plans, and one accepts; its lanes have numbers from 0 on. Nobody else uses what they write before the
+//! launch ends, except for the host, which waits for a report's flag.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::dependent_launch;
-use cuda_std::{Global, GlobalMut, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, device, kernel, thread, warp};
 
 use crate::drafting;
 use crate::ngram::{self, NgramMatchMixed, together};
@@ -27,7 +27,7 @@ pub const MAX_DECODE_ROWS: u32 = 16;
 /// Most rows of any step: a chunk of a prompt.
 pub const MAX_ROWS: u32 = 64;
 
-/// In place of a token: the row's logits are no finite numbers, so there is none.
+/// In place of a token: there is none, because the row's logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
 
 /// The rows of a step: each a token of a sequence at a position.
@@ -42,8 +42,8 @@ pub struct Rows {
     pub positions: GlobalMut<u32>,
     /// `[MAX_ROWS]` sequence numbers: which page table.
     pub sequences: GlobalMut<u32>,
-    /// `[MAX_DECODE_ROWS]` the words of rows' [paths](Path), where they are a tree of one sequence; null where rows of
-    /// a sequence follow each other.
+    /// `[MAX_DECODE_ROWS]` the words of the rows' [paths](Path), if these are a tree of one sequence; null if the rows
+    /// of each sequence are a chain.
     pub paths: GlobalMut<u64>,
 }
 
@@ -68,7 +68,7 @@ impl SequenceState {
     pub const FINISHED: usize = 1;
     /// Word: steps that have reported to the host.
     pub const STEP: usize = 2;
-    /// Word: what proposals were worth of late, as [`drafting`] estimates it.
+    /// Word: the recent acceptance of proposals, as [`drafting`] estimates it.
     pub const ACCEPTANCE: usize = 3;
     /// Two words, the low one first: the [path](Path) of the rows that the last step has confirmed.
     pub const PATH: usize = 4;
@@ -80,7 +80,7 @@ impl SequenceState {
 pub struct PlanPrompt {
     /// Filled in.
     pub rows: Rows,
-    /// Whose history holds the prompt.
+    /// The sequence whose history holds the prompt.
     pub state: SequenceState,
     /// Position of the first row.
     pub start: u32,
@@ -107,7 +107,8 @@ pub unsafe fn plan_prompt(p: PlanPrompt) {
     }
 }
 
-/// Counters of a decode kernel, which have to be zero when a step begins; of none, where there is no such kernel.
+/// Counters of a decode kernel, which have to be zero when a step begins. Where there is no such kernel, there are
+/// none.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Counters {
@@ -122,7 +123,7 @@ impl Counters {
     ///
     /// # Safety
     /// There are so many words, which nobody else uses meanwhile.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn clear(self, lane: u32) {
         let mut i = lane;
         while i < self.count {
@@ -151,8 +152,8 @@ pub struct PlanDecode {
     pub cost: drafting::Cost,
 }
 
-/// Makes the newest token and as many of its drafts as are worth it the rows of the step; none once the sequence is
-/// finished.
+/// Makes the rows of the step: the newest token and as many of its drafts as are worth it. There are no rows once the
+/// sequence is finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_decode(p: PlanDecode) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -164,15 +165,15 @@ pub unsafe fn plan_decode(p: PlanDecode) {
     }
 }
 
-/// Waits for the launches ahead, where this one may have begun before they were done.
-#[inline(always)]
+/// Waits for the launches ahead, on devices where this one may have begun before they were done.
+#[device]
 pub(crate) fn wait_for_launches() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
     dependent_launch::wait();
 }
 
-/// Lets the next launch begin, likewise.
-#[inline(always)]
+/// Lets the next launch begin early, on devices where it may.
+#[device]
 pub(crate) fn allow_next_launch() {
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
     dependent_launch::allow_next();
@@ -189,7 +190,7 @@ struct Before {
 impl Before {
     /// # Safety
     /// What was accepted before is there: the history has a token.
-    #[inline(always)]
+    #[device]
     unsafe fn look(p: &PlanDecode) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -203,12 +204,12 @@ impl Before {
         }
     }
 
-    /// By the lanes `r` of a warp, if so many `rows` are proposed, and in row `r` this `draft`.
+    /// Plans the step, by the lanes `r` of a warp. `rows` rows are proposed, and `draft` is the draft of row `r`.
     ///
     /// # Safety
     /// All lanes of one warp call it, once. There is room for as many rows as are worth it, at most
     /// [`MAX_DECODE_ROWS`].
-    #[inline(always)]
+    #[device]
     unsafe fn plan(self, p: &PlanDecode, r: u32, rows: i32, draft: i32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -243,7 +244,7 @@ impl Report {
     pub const DRAFTED: usize = 2;
     /// Word: 1 when the sequence is finished.
     pub const FINISHED: usize = 3;
-    /// Word: the first token; [`NO_TOKEN`], which is the last then, where logits are no finite numbers.
+    /// Word: the first token. One that is [`NO_TOKEN`], because logits are not finite, is the last.
     pub const TOKENS: usize = 4;
 }
 
@@ -253,7 +254,7 @@ impl Report {
 pub struct DraftState {
     /// Index of the newest token in the history; null when nothing drafts.
     pub step_idx: GlobalMut<i64>,
-    /// Rows with the drafts proposed for this step; then those before drafting: 1, or 0 once finished.
+    /// In: the rows proposed for this step, drafts included. Out: the rows before drafting, 1, or 0 once finished.
     pub rows: GlobalMut<i32>,
     /// `[MAX_DECODE_ROWS]` what was proposed for this step, as [`PlanDecode::drafts`]; null when nothing was.
     pub proposed: Global<i32>,
@@ -290,16 +291,15 @@ pub struct Accept {
     pub first_row: u32,
 }
 
-/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. A lane a row.
-/// What counts here is how often memory is waited for: everything is asked for at once, also of rows that turn out not
-/// to run.
+/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. Each lane has a
+/// row. The time is that of waits for memory, so everything is loaded at once, even for rows that turn out not to run.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe { Accepted::new(&p, thread::thread_idx_x()).tell() }
 }
 
-/// A report that is written but for its sequence flag.
+/// A report that is complete except for its flag.
 struct Accepted {
     report: GlobalMut<u32>,
     step: u32,
@@ -307,12 +307,12 @@ struct Accepted {
 }
 
 impl Accepted {
-    /// All of [`accept`] but the sequence flag, by the lanes of a warp.
+    /// All of [`accept`] except for the report's flag, by the lanes of a warp.
     ///
     /// # Safety
     /// All lanes of one warp call it, once, when the step is done. Where rows have paths,
     /// [`first_row`](Accept::first_row) is 0.
-    #[inline(always)]
+    #[device]
     unsafe fn new(p: &Accept, lane: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -351,11 +351,11 @@ impl Accepted {
             let is_right = warp::shuffle_idx(token, path.parent()) == draft;
             let wrong = !warp::ballot(runs && (lane == 0 || is_right));
             let way = if is_tree { path.rows() | 1 } else { (2 << (lane % 16)) - 1 };
-            // These are one path: children have higher numbers.
+            // The confirmed rows are one path, on which a child has a higher number than its parent.
             let confirmed = warp::ballot(runs && way & wrong == 0);
             let path = path.of_lane(31 - (confirmed | 1).leading_zeros());
             let token = warp::shuffle_idx(token, path.row_at(lane.min(path.depth())));
-            // Also of the first draft that had no row.
+            // This tries the first draft that had no row, too.
             let right = row + 1 < proposed && proposal == token;
             let mut ends = length + lane + 1 >= p.max_length || token == NO_TOKEN;
             let mut i = 0;
@@ -363,7 +363,7 @@ impl Accepted {
                 ends |= warp::shuffle_idx(stop, i) == token;
                 i += 1;
             }
-            // None where nothing runs.
+            // No lane counts if nothing runs.
             let counts = confirmed != 0 && lane <= path.depth();
             let last = warp::ballot(counts && (ends || lane == path.depth())).trailing_zeros();
             let count = if last < 32 { last + 1 } else { 0 };
@@ -381,7 +381,7 @@ impl Accepted {
                 p.state.history.store((length + lane) as usize, token as i32);
                 report.store(Report::TOKENS + lane as usize, token);
                 if token != NO_TOKEN {
-                    // A token may come twice.
+                    // Atomic, because a token may come twice.
                     atomic::fetch_add(p.uses, token as usize, GENERATED, Ordering::Relaxed, Scope::Device);
                 }
             }
@@ -409,11 +409,11 @@ impl Accepted {
         }
     }
 
-    /// Shows the host the report.
+    /// Sets the flag, which shows the host the report.
     ///
     /// # Safety
     /// The lanes of that warp call it, once.
-    #[inline(always)]
+    #[device]
     unsafe fn tell(self) {
         if self.lane == 0 {
             // SAFETY: the caller's word.
@@ -428,12 +428,12 @@ impl Accepted {
 pub struct AcceptAndDraft {
     /// What a step has brought.
     pub accept: Accept,
-    /// Drafts for the next: a batch of the one sequence, whose history is the generated tokens.
+    /// Drafts for the next step: a batch of the one sequence, whose history counts as generated tokens.
     pub draft: NgramMatchMixed<i32>,
     /// The next step's plan, with those drafts.
     pub plan: PlanDecode,
-    /// Tokens at the beginning of the history that were there before the launches ahead of this one: it reads them
-    /// while these run.
+    /// Tokens at the beginning of the history that were there before the launches ahead of this one. This launch reads
+    /// them while those run.
     pub settled: u32,
 }
 
@@ -443,8 +443,8 @@ impl AcceptAndDraft {
 }
 
 /// [`accept`], [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in
-/// one launch. The last warp accepts, and while the others search, it waits for the bus to the host. They ask for the
-/// history before that, on Hopper while the step itself still runs.
+/// one launch. The last warp accepts, and waits for the bus to the host while the other warps search. The others load
+/// the history before that, on Hopper while the step itself still runs.
 #[kernel(threads = together::THREADS + 32, min_blocks = 1)]
 pub unsafe fn accept_and_draft(p: AcceptAndDraft) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

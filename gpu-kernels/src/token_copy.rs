@@ -1,12 +1,12 @@
-//! Copies fixed-size records between two regions by `(src, dst)` index pairs: the way of cache records back from pinned
-//! host memory, and out to it.
+//! Copies fixed-size records between two regions by `(src, dst)` index pairs. This is how cache records go out to
+//! pinned host memory, and come back from it.
 //!
 //! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernel gathers from
-//! host memory, scatters to it, and moves records within the device. A warp has a record, and a lane all its loads
-//! before its first store: a load from host memory takes over a microsecond, and a lane's waits do not add up. The grid
-//! is a few blocks that stride over the pairs: the bus is slow enough for [`SMS`].
+//! host memory, scatters to it, and moves records within the device. A warp copies one record at a time, and a lane
+//! issues all of its loads before its first store: loads from host memory take long, and this way a lane's waits do not
+//! add up. The grid is a few blocks that stride over the pairs: [`SMS`] SMs keep up with the bus.
 //!
-//! Pages of [`PAGE_RECORD_BYTES`] are what batches move. The crate `bench-kernels` has the same for records of any size
+//! Batches move records of [`PAGE_RECORD_BYTES`]. The crate `bench-kernels` has the same kernel for records of any size
 //! and of [`MLA_RECORD_BYTES`], and the ladder of slower and sorted copies; docs/reference/kernels/token-copy.md has
 //! the figures, and what they teach.
 //!
@@ -14,11 +14,11 @@
 //! Every kernel leaves a pair alone whose source or destination is outside its region, and counts it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, kernel, thread};
+use cuda_std::{Global, GlobalMut, device, kernel, thread};
 
 /// Bytes of a multi-head latent attention cache record: 512 fp8 values, 4 fp32 scales, 64 bf16 values.
 pub const MLA_RECORD_BYTES: u32 = 512 + 4 * 4 + 64 * 2;
-/// Bytes of the other record that the compiler knows: a page of the host's memory.
+/// Bytes of a page of the host's memory, the other record size that is known at compile time.
 pub const PAGE_RECORD_BYTES: u32 = 4096;
 /// Record sizes and region addresses are multiples of this: what a lane moves at a time.
 pub const UNIT_BYTES: u32 = 16;
@@ -27,10 +27,10 @@ pub const UNIT_BYTES: u32 = 16;
 pub const MLA_UNITS: u32 = MLA_RECORD_BYTES / UNIT_BYTES;
 /// Units of a record of [`PAGE_RECORD_BYTES`].
 pub const PAGE_UNITS: u32 = PAGE_RECORD_BYTES / UNIT_BYTES;
-/// Threads of a block of the kernels that load first: as many as a block can have, so that few blocks, and with them
-/// few SMs, keep enough loads under way.
+/// Threads of a block of the kernels that load before they store: as many as a block can have, so that few blocks on
+/// few SMs keep enough loads in flight.
 pub const THREADS: u32 = 1024;
-/// SMs that a copy over the bus wants: it is no faster with more.
+/// SMs for a copy over the bus: it is no faster with more.
 pub const SMS: u32 = 16;
 
 /// A record number, as the caller keeps them.
@@ -38,7 +38,7 @@ pub trait Index: Copy {
     /// The number; a negative one becomes larger than any region.
     fn record(self) -> u64;
 
-    /// Notes in a slot map that record `i` was copied to `record`. Several lanes may at once.
+    /// Notes in a slot map that record `i` was copied to `record`. Several lanes may do so at once.
     ///
     /// # Safety
     /// The map has an element `i`.
@@ -48,11 +48,11 @@ pub trait Index: Copy {
 macro_rules! indices {
     ($($t:ty)*) => { $(
         impl Index for $t {
-            #[inline(always)]
+            #[device]
             fn record(self) -> u64 {
                 self as i64 as u64
             }
-            #[inline(always)]
+            #[device]
             unsafe fn note(map: GlobalMut<Self>, i: u64, record: u64) {
                 // SAFETY: the caller's word.
                 unsafe { atomic::store(map, i as usize, record as $t, Ordering::Relaxed, Scope::Device) }
@@ -62,7 +62,7 @@ macro_rules! indices {
 }
 indices!(i32 i64);
 
-/// The pairs, and how large the regions are that they speak of.
+/// The index pairs, and how many records the two regions have.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Pairs<I> {
@@ -81,11 +81,11 @@ pub struct Pairs<I> {
 }
 
 impl<I: Index> Pairs<I> {
-    /// Pair `i`, if there is one.
+    /// Pair `i`; if there is none, a pair outside of both regions.
     ///
     /// # Safety
     /// The lists are as long as [`count`](Self::count) says, and the counter is live or null.
-    #[inline(always)]
+    #[device]
     pub unsafe fn get(&self, i: u64) -> (u64, u64) {
         if i < self.count {
             // SAFETY: the caller's word.
@@ -96,16 +96,16 @@ impl<I: Index> Pairs<I> {
     }
 
     /// Whether both records of a pair are in their regions.
-    #[inline(always)]
+    #[device]
     pub fn has(&self, (src, dst): (u64, u64)) -> bool {
         src < self.src_records && dst < self.dst_records
     }
 
-    /// Counts pairs that are not copied.
+    /// Adds `count` to the number of pairs that are not copied.
     ///
     /// # Safety
     /// The lists are as long as [`count`](Self::count) says, and the counter is live or null.
-    #[inline(always)]
+    #[device]
     pub unsafe fn refuse(&self, count: u32) {
         if !self.refused.is_null() {
             // SAFETY: the caller's word.
@@ -113,11 +113,11 @@ impl<I: Index> Pairs<I> {
         }
     }
 
-    /// Counts all pairs, once a launch.
+    /// Counts all pairs as not copied, once a launch.
     ///
     /// # Safety
     /// The lists are as long as [`count`](Self::count) says, and the counter is live or null.
-    #[inline(always)]
+    #[device]
     pub unsafe fn refuse_all(&self) {
         if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 {
             // SAFETY: the caller's word.
@@ -147,14 +147,14 @@ pub struct Regions<I> {
 
 impl<I: Index> Regions<I> {
     /// Whether every unit of every record is aligned, and the size is `units` units (0: any).
-    #[inline(always)]
+    #[device]
     pub fn fit(&self, units: u32) -> bool {
         (self.src.addr() | self.dst.addr() | self.record_bytes as u64).is_multiple_of(UNIT_BYTES as u64)
             && (units == 0 || self.record_bytes == units * UNIT_BYTES)
     }
 
     /// The size of a record in units, `units` if that is not 0.
-    #[inline(always)]
+    #[device]
     pub fn units(&self, units: u32) -> u32 {
         if units != 0 { units } else { self.record_bytes / UNIT_BYTES }
     }
@@ -163,7 +163,7 @@ impl<I: Index> Regions<I> {
     ///
     /// # Safety
     /// Both are in their regions.
-    #[inline(always)]
+    #[device]
     pub unsafe fn records(&self, (src, dst): (u64, u64), units: u32) -> (Global<u8>, GlobalMut<u8>) {
         let size = (self.units(units) * UNIT_BYTES) as u64;
         // SAFETY: the caller's word.
@@ -174,7 +174,7 @@ impl<I: Index> Regions<I> {
     ///
     /// # Safety
     /// The source is in its region, and the map is live or null.
-    #[inline(always)]
+    #[device]
     pub unsafe fn note(&self, (src, dst): (u64, u64)) {
         if !self.map.is_null() {
             // SAFETY: the caller's word.
@@ -183,8 +183,8 @@ impl<I: Index> Regions<I> {
     }
 }
 
-/// Parameters of the copies that take the pairs as they come. Grid: any, as they stride; see [`blocks`]. No shared
-/// memory.
+/// Parameters of the copies that take the pairs in the given order. Grid: any, since blocks stride over the pairs; see
+/// [`blocks`]. No shared memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct TokenCopy<I> {
@@ -194,7 +194,7 @@ pub struct TokenCopy<I> {
     pub regions: Regions<I>,
 }
 
-/// Blocks of `threads` that give each of `pairs` pairs a warp, or at most `most`.
+/// How many blocks of `threads` give each of `pairs` pairs a warp; `most` if that is fewer, and at least 1.
 pub const fn blocks(pairs: u64, threads: u32, most: u32) -> u32 {
     let wanted = pairs.div_ceil((threads / 32) as u64);
     let blocks = if wanted < most as u64 { wanted } else { most as u64 };
@@ -205,7 +205,7 @@ pub const fn blocks(pairs: u64, threads: u32, most: u32) -> u32 {
 ///
 /// # Safety
 /// Both records have so many units, and do not overlap.
-#[inline(always)]
+#[device]
 pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u8>, units: u32) {
     let mut first = thread::lane_id();
     while first < units {
@@ -228,12 +228,12 @@ pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u
     }
 }
 
-/// A warp a record, which reads its next pair while this one is under way. `UNITS` is the size of a record, or 0 for
-/// any.
+/// Copies the records, one by each warp at a time. A warp reads its next pair while the current record is under way.
+/// `UNITS` is the size of a record in units, or 0 for any.
 ///
 /// # Safety
 /// As the parameter block says; a block has [`THREADS`].
-#[inline(always)]
+#[device]
 pub unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &TokenCopy<I>) {
     // SAFETY: the caller's word.
     unsafe {

@@ -1,90 +1,92 @@
 //! Trees of drafts: rows of a decode step whose tokens are alternatives to each other.
 //!
 //! Row 0, the newest token's, is the root. Every other row is a child of a row before it; children of a row have
-//! different tokens. The model predicts what comes after each, so of a row's children at most one is right, and the
+//! different tokens. The model predicts what comes after each row, so of a row's children at most one is right, and the
 //! rows that are right form one [`Path`] from the root (Miao et al., 2024, "SpecInfer"; Cai et al., 2024, "Medusa").
 //!
 //! # The same bits as without
-//! A row's position is the root's plus its depth: rotary embedding and random numbers go by that. Its keys and values
-//! lie in the cache at the root's position plus its number among the rows, its *slot*, as those of a chain do. In
-//! attention a row meets the keys of its own path alone, each in the column of its position: sums have the order that
-//! they would have in a step of one row. So a tree is as exact as a chain, whatever is in it. All slots are in one
+//! A row's position is the root's plus the row's depth; rotary embedding and random numbers go by that. A row's key and
+//! value lie in the cache at its *slot*: the root's position plus the row's number, as in a chain. In attention a row
+//! meets only the keys of its own path, each in the column of its position, so sums have the order that they would have
+//! in a step of one row. So a tree is as exact as a chain, whatever is in it. All slots are in one
 //! [split](crate::attention::SPLIT): whoever plans a tree sees to that.
 //!
-//! When a path is accepted, [`keep_path`] moves what its rows have left from their slots to their positions.
+//! When a path is accepted, [`keep_path`] moves the keys, values and hidden states of its rows from their slots to
+//! their positions.
 //!
 //! # Safety
-//! What moves is called by all 256 threads of a block, each with its own number as `thread`; the rest is the same for
-//! all. Both positions have room, in pages of the sequence or among hidden states, and nobody else uses what is at
-//! either meanwhile.
+//! Functions that move something are called by all 256 threads of a block, each with its own number as `thread`; their
+//! other arguments are the same for all. Both positions have room, in pages of the sequence or among hidden states, and
+//! nobody else uses what is at either meanwhile.
 
 mod plan;
 
-use cuda_std::{GlobalMut, bf16, kernel, thread, warp};
+use cuda_std::{GlobalMut, bf16, device, kernel, thread, warp};
 
 use crate::eagle::{STATES, States};
 use crate::kv::{Cache, HEAD_DIM, place};
 use crate::step::{Rows, SequenceState};
 pub use plan::{DraftReport, Likeliest, MOST_BRANCHES, PlanTree, plan_tree};
 
-/// The way from the root to a row of a tree: the rows on it, by their depth.
+/// The path from the root to a row of a tree: the numbers of the rows on it, by depth.
 ///
-/// Four bits have the depth, and from bit `4 · d` on as many the number of the row at depth `d`.
+/// The lowest four bits have the row's depth. The four bits from bit `4 · d` on have the number of the row at depth
+/// `d`, from 1 on.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Path(u64);
 
 impl Path {
-    /// To the root.
+    /// The path to the root.
     pub const ROOT: Self = Self(0);
 
-    /// From the word that it is.
-    #[inline(always)]
+    /// The path in this word.
+    #[device]
     pub const fn from_word(word: u64) -> Self {
         Self(word)
     }
 
-    /// The word that it is.
-    #[inline(always)]
+    /// The path as a word.
+    #[device]
     pub const fn word(self) -> u64 {
         self.0
     }
 
-    /// To a row of a chain, whose every row is the child of the one before.
-    #[inline(always)]
+    /// The path to a row of a chain, in which every row is the child of the one before.
+    #[device]
     pub const fn of_chain(row: u32) -> Self {
         let rows = 0xFEDC_BA98_7654_3210 & (u64::MAX >> (60 - 4 * (row % 16)));
         Self(rows | (row % 16) as u64)
     }
 
-    /// To a child of the row that this leads to, which is not 15 deep.
-    #[inline(always)]
+    /// The path to `row`, a child of the row that this path leads to. The parent's depth is below 15.
+    #[device]
     #[must_use]
     pub const fn child(self, row: u32) -> Self {
         let depth = self.depth() + 1;
         Self(((self.0 & !15) | depth as u64) | ((row % 16) as u64) << (4 * (depth % 16)))
     }
 
-    /// How deep the row is.
-    #[inline(always)]
+    /// The row's depth.
+    #[device]
     pub const fn depth(self) -> u32 {
         self.0 as u32 % 16
     }
 
-    /// The row at a depth of at most the row's own.
-    #[inline(always)]
+    /// The row on the path at this depth, which is at most the row's own.
+    #[device]
     pub const fn row_at(self, depth: u32) -> u32 {
         if depth == 0 { 0 } else { (self.0 >> (4 * (depth % 16))) as u32 % 16 }
     }
 
-    /// The row that this one is a child of; the root has none.
-    #[inline(always)]
+    /// The row that this one is a child of; for the root, itself.
+    #[device]
     pub const fn parent(self) -> u32 {
         self.row_at(self.depth().saturating_sub(1))
     }
 
-    /// The rows on it but for the root, as bits.
-    #[inline(always)]
+    /// The rows on the path except for the root, as bits.
+    #[device]
     pub const fn rows(self) -> u32 {
         let (mut rows, mut depth) = (0, 1);
         while depth <= self.depth() {
@@ -94,14 +96,14 @@ impl Path {
         rows
     }
 
-    /// That of a lane of the warp.
-    #[inline(always)]
+    /// The path that this lane of the warp has.
+    #[device]
     pub(crate) fn of_lane(self, lane: u32) -> Self {
         Self(warp::shuffle_idx(self.0, lane))
     }
 
-    /// The part of it down to this depth.
-    #[inline(always)]
+    /// The part of the path down to this depth.
+    #[device]
     #[must_use]
     pub const fn until(self, depth: u32) -> Self {
         if depth >= self.depth() {
@@ -112,12 +114,12 @@ impl Path {
 }
 
 impl Rows {
-    /// The way to a row.
+    /// The path to a row.
     ///
     /// # Safety
     /// The lists are there, and the step has such a row, at most [`MAX_DECODE_ROWS`](crate::step::MAX_DECODE_ROWS) of
     /// them.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn path(&self, row: u32) -> Path {
         if self.paths.is_null() {
             return Path::of_chain(row);
@@ -127,7 +129,7 @@ impl Rows {
     }
 }
 
-/// Parameters of [`keep_path`]. Grid: (layers, 2): keys, and values; and one more layer if there are `states`.
+/// Parameters of [`keep_path`]. Grid: (layers, and one more if there are `states`; 2: keys and values).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct KeepPath {
@@ -135,7 +137,7 @@ pub struct KeepPath {
     pub rows: Rows,
     /// The sequence, whose [path](SequenceState::PATH) was accepted.
     pub state: SequenceState,
-    /// The first layer's cache; the others' pages follow.
+    /// The first layer's cache; the pages of the other layers follow its pages.
     pub cache: Cache,
     /// Elements of a layer's pages.
     pub layer_len: u64,
@@ -145,8 +147,8 @@ pub struct KeepPath {
     pub layer_count: u32,
 }
 
-/// Moves keys, values and hidden states of the accepted path from their rows' slots to their positions. A row is never
-/// before its depth, so that nothing is overwritten that is yet to be moved.
+/// Moves keys, values and hidden states of the accepted path from their rows' slots to their positions. A row's number
+/// is never below its depth, so nothing is overwritten that is yet to be moved.
 #[kernel(threads = 256)]
 pub unsafe fn keep_path(p: KeepPath) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -175,8 +177,8 @@ pub unsafe fn keep_path(p: KeepPath) {
     }
 }
 
-/// Moves the keys or values of all heads of a position to another: 16 bytes a thread.
-#[inline(always)]
+/// Moves the keys or values of all heads from one position to another, 16 bytes a thread.
+#[device]
 unsafe fn move_vectors(cache: &Cache, values: bool, sequence: u32, (from, to): (u32, u32), thread: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -193,8 +195,8 @@ unsafe fn move_vectors(cache: &Cache, values: bool, sequence: u32, (from, to): (
     }
 }
 
-/// Moves half of the hidden states of a position to another.
-#[inline(always)]
+/// Moves one half of the hidden states from one position to another.
+#[device]
 unsafe fn move_states(states: &States, half: u32, (from, to): (u32, u32), thread: u32) {
     // SAFETY: the caller's word.
     unsafe {

@@ -1,6 +1,6 @@
 //! Formats of weights in the [decode kernel](crate::decode): how a chunk lies in memory and in a stage of the ring, and
-//! how it is multiplied. Of most formats a warp makes fragments for the tensor core, which are bf16, and the GEMM is
-//! the same; e4m3 is multiplied as it is.
+//! how it is multiplied. From most formats a warp makes bf16 fragments for the tensor core, and the GEMM is the same
+//! for all of these; e4m3 is multiplied as it is.
 //!
 //! | format | bits a weight | |
 //! |---|---|---|
@@ -10,16 +10,16 @@
 //! | [`quantized`] FP8 | 8.25 | FP8 codes and scales for each output, multiplied as bf16 |
 //! | [`quantized`] int4 | 4.25 | codes, scales and zeros |
 //!
-//! To add one: a type here that implements [`WeightFormat`], and [`FragmentFormat`] if it becomes fragments (and
-//! `BatchedFormat` for steps of many sequences), a kernel that makes it, a line for each kernel that is to read it, and
-//! one that lists these.
+//! To add a format, write a type here that implements [`WeightFormat`], and [`FragmentFormat`] if it becomes fragments
+//! (and `BatchedFormat` for steps of many sequences); a kernel that makes weights of it; a line for each kernel that is
+//! to read it; and a line that lists these kernels.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, and its weights are as that says. A whole warp calls what is unsafe here, each
 //! lane with its own number: a producer's to fill a stage that is empty, a consumer's to load from one that is full,
 //! which nobody fills or releases meanwhile.
 
-// What needs `wgmma`.
+// These need `wgmma`.
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod batched;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -27,8 +27,10 @@ mod e4m3;
 pub mod lossless;
 pub mod quantized;
 
+use core::marker::PhantomData;
+
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, bf16, bulk, mma, thread, warp};
+use cuda_std::{Global, bf16, bulk, device, mma, thread, warp};
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub(crate) use batched::{BatchedFormat, CodedFormat, LoadedFormat, PairedFormat, StageSources, put_fragments};
@@ -43,38 +45,41 @@ use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, Wave, fragment_row};
 
-/// A lane's fragments of weights for what a warp takes of a chunk, the slices `k_partial` and `k_partial + 4`: four
-/// instructions of each.
+/// A lane's weight fragments for a warp's part of a chunk, the slices `k_partial` and `k_partial + 4`: those of four
+/// MMAs for each slice.
 pub(crate) type WeightFragments = [[u32; 4]; 8];
 
 /// How the decode kernels read weights.
 pub(crate) trait WeightFormat: Copy {
-    /// What multiplies them.
+    /// How they are multiplied.
     type Products: Products<Self>;
 
     /// The format of the head's weights.
     type Head: WeightFormat;
 
-    /// Whether that is another one.
+    /// Whether the head's format is another one.
     const OTHER_HEAD: bool = false;
 
-    /// Chunks of a stage: an N-tile's next ones. If its chunks are no multiple, the last stage has fewer.
+    /// Chunks of a stage: consecutive ones of an N-tile. If an N-tile's chunks are no multiple of this, its last stage
+    /// has fewer.
     const CHUNKS: u32 = 1;
 
-    /// Bytes of a stage, of at least a page's keys or values, and a multiple of what TMA asks of where it writes.
+    /// Bytes of a stage: at least those of a page's keys or values, and a multiple of the alignment that TMA asks of
+    /// its destination.
     const STAGE_BYTES: u32 = CHUNK_BYTES;
 
-    /// How many stages may be under way for each one of [`Plain`].
+    /// How many stages may be in flight for each one that may be of [`Plain`].
     const UNDER_WAY: u32 = 1;
 
-    /// How many of [`Plain`]'s may be under way in a step of one row: until the ring has been filled behind a boundary,
-    /// and then. Where consumers are nearly as slow as memory, words that blocks exchange come sooner with fewer.
+    /// How many stages of [`Plain`] may be in flight in a step of one row: until the ring has been filled once behind a
+    /// boundary, and after that. If consumers are nearly as slow as memory, the words that blocks exchange arrive
+    /// sooner with fewer.
     const UNDER_WAY_OF_ONE: [u32; 2] = [3, 7];
 
-    /// Inputs in the place of a bf16.
+    /// Inputs that take the place of one bf16.
     const INPUTS: u32 = 1;
 
-    /// Starts the copies of an N-tile's chunks from `q` on to a stage: a whole warp does it.
+    /// Starts the copies of an N-tile's chunks, from `q` on, to a stage. A whole warp does it.
     ///
     /// # Safety
     /// `p` is a launch's parameter block, and the wave and N-tile are of its weights. The stage is empty.
@@ -87,34 +92,34 @@ pub(crate) trait FragmentFormat: WeightFormat {
     /// every other N-tile, and not half of the rows of every N-tile.
     const COSTLY: bool;
 
-    /// Whether fragments are made in the stage, and not only of what is loaded from it.
+    /// Whether making fragments overwrites the stage, which otherwise is only read.
     const IN_PLACE: bool = false;
 
-    /// Whether two N-tiles are multiplied side by side, each fragment when it has been made of
-    /// its [`Chunk`](Self::Chunk). If not, a chunk's fragments are made while the last one's are multiplied.
+    /// Whether two N-tiles are multiplied side by side, each fragment as soon as it is made of its
+    /// [`Chunk`](Self::Chunk). If not, a chunk's fragments are made while those of the chunk before are multiplied.
     const BY_PAIRS: bool = false;
 
-    /// All that a lane's fragments of a chunk are made of, of formats that are multiplied by pairs.
+    /// For formats that are multiplied by pairs: all that a lane's fragments of a chunk are made of.
     type Chunk: Copy + Default;
 
-    /// Loads it.
+    /// Loads what a lane's fragments of a chunk are made of.
     ///
     /// # Safety
     /// As for [`load`](Self::load).
-    #[inline(always)]
+    #[device]
     unsafe fn load_chunk(_chunk: (&Ring, u32), _k_partial: u32, _lane: u32) -> Self::Chunk {
         Self::Chunk::default()
     }
 
-    /// The `i`-th fragment.
-    #[inline(always)]
+    /// Makes the `i`-th fragment of a chunk.
+    #[device]
     fn fragment(_chunk: &Self::Chunk, _i: usize) -> [u32; 4] {
         [0; 4]
     }
 
-    /// The fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called with the
-    /// numbers from 0 to 7 in turn, each before the fragment with that number is there: what is done with the last
-    /// one's fragments is done while these are made.
+    /// Makes the fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called
+    /// with the numbers from 0 to 7 in turn, each before the fragment with that number is made. There the caller uses
+    /// the fragments of the chunk before, so that this overlaps with the making of the new ones.
     ///
     /// # Safety
     /// `p` is a launch's parameter block. The whole warp calls it, having waited for the stage, which nobody fills or
@@ -127,7 +132,7 @@ pub(crate) trait FragmentFormat: WeightFormat {
         beside: impl FnMut(usize),
     ) -> WeightFragments;
 
-    /// What the sums of the matrix with this index have to be multiplied with.
+    /// The factor for the sums of the matrix with this index.
     ///
     /// # Safety
     /// `p` is a launch's parameter block, whose weights have the matrix.
@@ -135,7 +140,7 @@ pub(crate) trait FragmentFormat: WeightFormat {
 }
 
 /// bf16, as core matrices. With `AHEAD` fragments are loaded like [costly](FragmentFormat::COSTLY) ones, an N-tile
-/// ahead of those that are multiplied: for up to 16 rows, where attention leaves registers for it.
+/// ahead of those that are multiplied. This is for kernels of up to 16 rows whose attention leaves registers for it.
 #[derive(Clone, Copy)]
 pub struct Plain<const AHEAD: bool = false>;
 
@@ -143,7 +148,7 @@ impl<const AHEAD: bool> WeightFormat for Plain<AHEAD> {
     type Products = OfFragments;
     type Head = Self;
 
-    #[inline(always)]
+    #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
         unsafe { Plain::<false>::fill_from(p.stream, ring, wave, n_tile, q) }
@@ -154,7 +159,7 @@ impl<const AHEAD: bool> FragmentFormat for Plain<AHEAD> {
     const COSTLY: bool = AHEAD;
     type Chunk = ();
 
-    #[inline(always)]
+    #[device]
     unsafe fn load(
         _: &DecodeStep,
         (stage, _): (&Ring, u32),
@@ -177,9 +182,48 @@ impl<const AHEAD: bool> FragmentFormat for Plain<AHEAD> {
         weights
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
         1.0
+    }
+}
+
+/// [`Plain`] layers, and a head in the format `H`.
+#[derive(Clone, Copy)]
+pub struct PlainLayers<H>(PhantomData<H>);
+
+impl<H: WeightFormat> WeightFormat for PlainLayers<H> {
+    type Products = OfFragments;
+    type Head = H;
+    const OTHER_HEAD: bool = true;
+
+    #[device]
+    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
+        // SAFETY: the caller's word.
+        unsafe { <Plain>::fill(p, ring, wave, n_tile, q) }
+    }
+}
+
+impl<H: WeightFormat> FragmentFormat for PlainLayers<H> {
+    const COSTLY: bool = <Plain>::COSTLY;
+    type Chunk = ();
+
+    #[device]
+    unsafe fn load(
+        p: &DecodeStep,
+        chunk: (&Ring, u32),
+        k_partial: u32,
+        lane: u32,
+        beside: impl FnMut(usize),
+    ) -> WeightFragments {
+        // SAFETY: the caller's word.
+        unsafe { <Plain>::load(p, chunk, k_partial, lane, beside) }
+    }
+
+    #[device]
+    unsafe fn scale(p: &DecodeStep, index: u32) -> f32 {
+        // SAFETY: the caller's word.
+        unsafe { <Plain>::scale(p, index) }
     }
 }
 
@@ -188,7 +232,7 @@ impl Plain {
     ///
     /// # Safety
     /// As for [`fill`](WeightFormat::fill), of a stream that has the wave.
-    #[inline(always)]
+    #[device]
     unsafe fn fill_from(stream: Global<bf16>, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
         unsafe {

@@ -1,7 +1,7 @@
 //! What a step of the whole model works with, in one launch or many: the rows, the model's tables and shape, and the
-//! memory that one operator leaves its results in for the next. And what is made of it for an operator.
+//! memory in which one operator leaves its results for the next. Methods derive the parameters of single operators.
 
-use cuda_std::{Global, GlobalMut, bf16, math};
+use cuda_std::{Global, GlobalMut, bf16, device, math};
 
 use crate::attention::{Attend, PAIRS};
 use crate::embedding::Embed;
@@ -54,34 +54,34 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// How the residual stream begins, for a first layer with this norm.
-    #[inline(always)]
+    /// The parameters of the embedding, for a first layer with this norm.
+    #[device]
     pub(crate) fn embed(&self, norm: Global<bf16>) -> Embed {
         Embed { rows: self.rows, table: self.embed, residual: self.residual, norm, vocab: self.vocab }
     }
 
     /// The norm that a GEMM's input has yet to be divided by.
-    #[inline(always)]
+    #[device]
     pub(crate) fn norm(&self) -> Norm {
         self.residual.norm(self.eps)
     }
 
-    /// What the projection of queries, keys and values left.
-    #[inline(always)]
+    /// The heads, as the projection of queries, keys and values has left them.
+    #[device]
     pub(crate) const fn heads(&self) -> Heads {
         let Self { q_heads, kv_heads, eps, head_norm, .. } = *self;
         Heads { qkv: self.qkv.read(), q_heads, kv_heads, eps, head_norm }
     }
 
     /// The cache of the layer with these pages.
-    #[inline(always)]
+    #[device]
     pub(crate) const fn cache(&self, pages: GlobalMut<bf16>) -> Cache {
         Cache { pages, tables: self.tables, table_stride: self.table_stride, kv_heads: self.kv_heads }
     }
 
-    /// What the heads of a layer are made from beside the norm of queries, with its norm of keys and its cache; where
-    /// queries go is not said.
-    #[inline(always)]
+    /// The parameters that make a layer's heads, with its norm of keys and its cache. The norm of queries and the place
+    /// where queries go are not set.
+    #[device]
     pub fn split_heads(&self, k_norm: Global<bf16>, cache: Cache) -> SplitHeads {
         SplitHeads {
             rows: self.rows,
@@ -97,8 +97,8 @@ impl Workspace {
         }
     }
 
-    /// Query heads that share a key-value head, of a workspace that was filled in: at least one, at most [`PAIRS`].
-    #[inline(always)]
+    /// How many query heads share a key-value head: at least one, at most [`PAIRS`]. The workspace must be filled in.
+    #[device]
     pub(crate) fn group(&self) -> u32 {
         // SAFETY: a workspace is a launch's parameters, and the launcher's word is that the model has heads, at most 16
         // to a key-value head.
@@ -110,8 +110,8 @@ impl Workspace {
         }
     }
 
-    /// What attention of a layer needs beside queries, keys and values.
-    #[inline(always)]
+    /// The parameters of a layer's attention, without queries and cache.
+    #[device]
     pub fn attend(&self) -> Attend {
         Attend {
             rows: self.rows,

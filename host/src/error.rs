@@ -1,26 +1,26 @@
-//! Why the engine could not do what was asked.
+//! The errors of the engine.
 
-/// An error of this crate; each is a sentence that names the thing and the mend.
+/// An error of this crate. The message says what is wrong and what to do about it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// CUDA was asked for and there is none to use.
+    /// CUDA was asked for, but no card can be used.
     #[error("no usable CUDA card: {reason}; use --device cpu, or mend the driver")]
     NoCuda {
         /// What was missing.
         reason: String,
     },
-    /// The file of kernels to use instead of those that are built in cannot be read.
+    /// The file of kernels that replaces the built-in ones cannot be read.
     #[error(
         "the kernels of --kernels {path} cannot be read: {reason}; name a file of PTX or machine code, or leave the flag out"
     )]
     Kernels {
         /// The file.
         path: String,
-        /// The system's words.
+        /// What the system reported.
         reason: String,
     },
-    /// There is a file of kernels and no card to load them on.
+    /// A file of kernels was given, but there is no card to load them on.
     #[error(
         "the kernels of --kernels {path} are for a CUDA card, and there is none here; leave the flag out, or use --device cuda"
     )]
@@ -28,7 +28,7 @@ pub enum Error {
         /// The file.
         path: String,
     },
-    /// A kernel of that file takes other parameters than this program gives it.
+    /// A kernel in the given file takes other parameters than this program passes.
     #[error(
         "kernel {kernel} of {path} takes other parameters than this program hands it; build both from the same \
          parameter blocks, or leave --kernels out"
@@ -39,7 +39,7 @@ pub enum Error {
         /// The file.
         path: String,
     },
-    /// That file has none of this program's kernels.
+    /// The given file has none of this program's kernels.
     #[error(
         "--kernels {path} has no kernel of this program that tells its parameters; name a file of kernels that this \
          version built, or leave --kernels out"
@@ -48,13 +48,13 @@ pub enum Error {
         /// The file.
         path: String,
     },
-    /// A kernel was launched whose module the device was not opened with.
+    /// A kernel was launched whose module is not among those that the device was opened with.
     #[error("this device was opened without the module {module}: open it with `DeviceOptions::modules` that have it")]
     NoModule {
         /// The module.
         module: String,
     },
-    /// A kernel that is built in takes other parameters than the host gives it.
+    /// A built-in kernel takes other parameters than the host passes.
     #[error(
         "kernel {kernel} was built from other sources than the rest of this program; build it anew, after `cargo clean`"
     )]
@@ -62,27 +62,38 @@ pub enum Error {
         /// The kernel.
         kernel: String,
     },
-    /// An answer cannot have a form and go on past its end.
+    /// An answer with a form cannot go on past the form's end.
     #[error("an answer of a given form ends where the form does; leave --ignore-eos (`ignore_eos`) out, or the form")]
     FormWithoutEnd,
-    /// A form was compiled for another model.
+    /// The form was compiled for another model.
     #[error("the form of the answer was compiled for another model; compile it with `Forms` of this one")]
     FormOfAnother,
-    /// A form could be followed up to a token of an answer, and no further.
+    /// The form could not be followed further than some token of the answer.
     #[error("{reason}; ask for a simpler form")]
     FormLost {
-        /// What gave up.
+        /// Why not.
         reason: String,
     },
-    /// The driver refused or a kernel failed.
+    /// A sequence has more end tokens than a device compares with.
+    #[error(
+        "the sequence has {count} end tokens, and on a GPU at most {most} work; use --device cpu, or name fewer as \
+         eos_token_id in generation_config.json"
+    )]
+    StopTokens {
+        /// End tokens of the sequence.
+        count: usize,
+        /// The most that a device takes.
+        most: usize,
+    },
+    /// The driver refused a call, or a kernel failed.
     #[error("the CUDA driver failed while {doing}: {reason}")]
     Driver {
         /// What was being done, or the kernel's name.
         doing: String,
-        /// The driver's words.
+        /// What the driver reported.
         reason: String,
     },
-    /// An allocation did not fit.
+    /// There was too little memory on the card for an allocation.
     #[error("the card has {} free and {} more are needed; use a shorter --context or a smaller model", gib(*.free), gib(*.wanted))]
     OutOfMemory {
         /// Bytes asked for.
@@ -90,14 +101,14 @@ pub enum Error {
         /// Bytes free.
         free: u64,
     },
-    /// The model and its cache will not fit; said before anything is loaded.
+    /// The model and its cache do not fit on the device. Checked before anything is loaded.
     #[error(
         "this model needs {} on {device} ({} of weights, {} of cache for {context} tokens), and {} are free; \
          use a shorter --context, a smaller model, or --device cpu",
         gib(*.weights + *.cache), gib(*.weights), gib(*.cache), gib(*.free)
     )]
     ModelTooLarge {
-        /// Where.
+        /// The name of the device.
         device: String,
         /// Bytes of weights.
         weights: u64,
@@ -108,7 +119,7 @@ pub enum Error {
         /// Bytes free.
         free: u64,
     },
-    /// A batch's cache does not fit beside the model.
+    /// A batch's cache does not fit on the card beside the model.
     #[error(
         "a cache of {tokens} tokens needs {}, and the card has {} left beside the model; use a smaller --cache-tokens, a shorter --context, \
          or fewer --sequences",
@@ -117,12 +128,12 @@ pub enum Error {
     CacheTooLarge {
         /// Tokens that were asked for, or that one sequence needs.
         tokens: usize,
-        /// Bytes that they take.
+        /// Bytes that these tokens take.
         wanted: u64,
-        /// Bytes that there are.
+        /// Bytes that are free.
         free: u64,
     },
-    /// A context's keys and values do not fit into the machine's memory.
+    /// The keys and values of a context do not fit in the machine's memory.
     #[error(
         "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {}; use a \
          shorter --context",
@@ -131,12 +142,12 @@ pub enum Error {
     CpuContextTooLarge {
         /// The context.
         context: usize,
-        /// Bytes that it takes.
+        /// Bytes that its keys and values take.
         wanted: u64,
-        /// Bytes that there are.
+        /// Bytes of memory of the machine.
         memory: u64,
     },
-    /// A batch's cache on the CPU or the emulator does not fit into memory.
+    /// A batch's cache and host tier do not fit in memory, on the CPU or the emulator.
     #[error(
         "the cache (--cache-tokens) and what is kept aside (--swap-tokens) need {}, and the machine has {} of memory \
          for them; use fewer tokens, or a \
@@ -144,52 +155,52 @@ pub enum Error {
         gib(*.wanted), gib(*.memory)
     )]
     CpuCacheTooLarge {
-        /// Bytes of both.
+        /// Bytes of the cache and the host tier together.
         wanted: u64,
-        /// Bytes that there are.
+        /// Bytes that are available for them.
         memory: u64,
     },
-    /// A batch's host tier could not be had.
+    /// The pinned memory of a batch's host tier could not be allocated.
     #[error("--swap-tokens needs {} of memory that stays where it is, which could not be had ({reason}); use fewer, or 0", gib(*.wanted))]
     HostTier {
-        /// Bytes.
+        /// Bytes asked for.
         wanted: u64,
-        /// What was said.
+        /// What the system or the driver reported.
         reason: String,
     },
-    /// A shape that the kernels do not cover.
+    /// The kernels do not cover a shape of the model.
     #[error("the GPU kernels need {what} (this model has {found}); use --device cpu")]
     Unsupported {
-        /// What they need.
+        /// What the kernels need.
         what: &'static str,
-        /// What there is.
+        /// What the model has.
         found: usize,
     },
-    /// Weights on a device that are not of the model that they are said to be of, or not there.
+    /// Weights on a device are missing, or do not have the sizes of this model's.
     #[error(
         "the weights on the device are not of this model: {what} has {found} elements there, and {expected} are needed; upload them to this \
          device from the same checkpoint"
     )]
     Weights {
-        /// Which.
+        /// Which weights.
         what: &'static str,
         /// Elements that there are on the device.
         found: usize,
         /// Elements that the model has.
         expected: usize,
     },
-    /// What the model computed is no finite number: no token can be chosen by it.
+    /// The model computed a number that is NaN or infinite, so no token can be chosen.
     #[error(
         "the model's {what} for position {position} are not finite numbers (NaN or infinity): the weights or the config do not fit each other, or \
          are damaged; compare the files with their source"
     )]
     NotFinite {
-        /// What: the logits, or a layer's output.
+        /// What was computed: the logits, or a layer's output.
         what: String,
         /// The token's position, from 0 on.
         position: usize,
     },
-    /// The prompt does not fit.
+    /// The prompt does not fit in the context.
     #[error(
         "the prompt has {prompt} tokens and the context holds {context}, one of them for the answer; \
          shorten the prompt or raise --context (this model's most is {most})"
@@ -197,42 +208,42 @@ pub enum Error {
     PromptTooLong {
         /// Tokens of the prompt.
         prompt: usize,
-        /// Tokens that fit.
+        /// Tokens that the context holds.
         context: usize,
-        /// What the model allows.
+        /// The longest context that the model allows.
         most: usize,
     },
-    /// The prompt is so long that its tokens were not made.
+    /// The prompt is so much too long that it was not tokenised to its end.
     #[error(
         "the prompt has {least} tokens or more and the context holds {context}, one of them for the answer; \
          shorten the prompt or raise --context (this model's most is {most})"
     )]
     PromptFarTooLong {
-        /// Tokens of the prompt, at least.
+        /// A lower bound of the prompt's tokens.
         least: usize,
-        /// Tokens that fit.
+        /// Tokens that the context holds.
         context: usize,
-        /// What the model allows.
+        /// The longest context that the model allows.
         most: usize,
     },
-    /// A context longer than the model was made for.
+    /// The context is longer than the model was made for.
     #[error("--context {context} is more than the {most} positions that this model was made for")]
     ContextTooLong {
         /// What was asked for.
         context: usize,
-        /// What the model allows.
+        /// The longest context that the model allows.
         most: usize,
     },
-    /// Nothing to continue.
+    /// The prompt has no tokens.
     #[error("the prompt is empty; give at least one token of text")]
     EmptyPrompt,
-    /// A drafting setting out of range.
+    /// A setting of drafting is out of range.
     #[error("{what}")]
     Draft {
-        /// Which, and what would do.
+        /// Which setting, and what to give instead.
         what: String,
     },
-    /// A draft model's tokens are not those of the model.
+    /// The draft model and the model have different vocabularies.
     #[error(
         "the draft model has another vocabulary: token {id} is {draft} there, and {model} in the model that it would draft \
          for; choose a draft model of the same family"
@@ -240,22 +251,22 @@ pub enum Error {
     DraftVocabulary {
         /// The first token that differs.
         id: u32,
-        /// What it is in the model.
+        /// The token's text in the model.
         model: String,
-        /// What it is in the draft model.
+        /// The token's text in the draft model.
         draft: String,
     },
-    /// What is wrong with a draft model.
+    /// The draft model cannot be used, for the reason within.
     #[error("the draft model: {0}")]
     DraftModel(Box<Error>),
-    /// A draft model does not fit beside the model; said before anything is loaded.
+    /// The draft model does not fit beside the model. Checked before anything is loaded.
     #[error(
         "the draft model needs {} on {device} ({} of weights, {} of cache for {context} tokens), and the model leaves {}; use a \
          smaller draft model, a shorter --context, or --draft ngram",
         gib(*.weights + *.cache), gib(*.weights), gib(*.cache), gib(*.left)
     )]
     DraftModelTooLarge {
-        /// Where.
+        /// The name of the device.
         device: String,
         /// Bytes of weights.
         weights: u64,
@@ -263,28 +274,28 @@ pub enum Error {
         cache: u64,
         /// The context that the cache is for.
         context: usize,
-        /// Bytes that there are beside the model.
+        /// Bytes that the model leaves free.
         left: u64,
     },
-    /// Something that cannot be recorded, by a queue whose work is.
+    /// A queue whose work is being recorded was asked for something that cannot be recorded.
     #[error("{doing} cannot be recorded to be launched again; do it before, or behind")]
     Recording {
-        /// What.
+        /// What it was asked for.
         doing: &'static str,
     },
-    /// A kernel misbehaved under the emulator.
+    /// A kernel did something that the emulator detects as an error.
     #[error("under the emulator, {0}")]
     Emulator(String),
     /// The device stopped answering.
     #[error("the device made no progress for {seconds} seconds; it may be hung (see the system log)")]
     Stalled {
-        /// How long it was waited for.
+        /// How long the host waited, in seconds.
         seconds: u64,
     },
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,
-    /// The checkpoint.
+    /// An error in the checkpoint.
     #[error(transparent)]
     Model(model::Error),
 }
@@ -305,14 +316,14 @@ impl From<model::Fault> for Error {
 }
 
 impl Error {
-    /// For `map_err`: a `cust` error while `doing` something.
+    /// For `map_err`: turns a `cust` error into [`Error::Driver`]. `doing` says what was being done.
     pub(crate) fn driver(doing: &str) -> impl FnOnce(cust::error::CudaError) -> Self {
         let doing = doing.to_owned();
         move |error| Self::Driver { doing, reason: error.to_string() }
     }
 }
 
-/// Bytes for a person.
+/// Formats bytes for a person, in MiB or GiB.
 pub fn gib(bytes: u64) -> String {
     if bytes < 1 << 30 {
         format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64)

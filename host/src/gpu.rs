@@ -1,9 +1,9 @@
 //! The GPU backend: the loop that lives on the device.
 //!
 //! A step is enqueued as a fixed list of launches: forward, sample, accept, and for the next step draft and plan. Each
-//! reads what the one before left in device memory, down to the number of rows, so the host enqueues steps ahead of the
-//! device without knowing what they will accept, and reads finished tokens from a ring in mapped memory. Once the
-//! sequence is finished, steps already enqueued run no rows. A sequence whose answer has a form goes another way:
+//! launch reads what the one before it left in device memory, even the number of rows. So the host can enqueue steps
+//! ahead of the device without knowing what they will accept. It reads the tokens from a ring in mapped memory. Steps
+//! that are enqueued beyond the end of a sequence run no rows. A sequence whose answer has a form is run otherwise: see
 //! [`form`].
 
 mod draft_weights;
@@ -35,19 +35,20 @@ use crate::{Error, Progress};
 
 pub use self::draft_weights::DraftWeights;
 
-/// Reports in the ring; more than steps are ever in flight.
+/// Reports that the ring holds: more than there are ever steps in flight.
 pub(crate) const RING: u32 = 8;
-/// Steps enqueued beyond the one waited for, where nothing else is said.
+/// Steps that are enqueued beyond the one that the host waits for, by default.
 const RUN_AHEAD: u32 = 2;
-/// A prompt's progress is told after as many of its tokens: the device is waited for then, which is felt by small
-/// passes.
+/// Tokens of a prompt between two reports of its progress. The host waits for the device before each report, which
+/// costs small passes noticeable time.
 const TOLD_AFTER: usize = 512;
-/// Most tokens that can end a sequence.
+/// Most stop tokens of a sequence: a lane of a warp compares with each.
 const MOST_STOP_TOKENS: usize = 32;
-/// Without a report for this long the device counts as hung. The longest step, a chunk of a prompt, takes milliseconds.
+/// The device counts as hung if it reports nothing for this long. The longest step, a chunk of a prompt, takes
+/// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Runs sequences on a device.
+/// Runs sequences on a device, one at a time.
 pub struct Gpu {
     forward: Forward,
     history: Buffer<i32>,
@@ -58,18 +59,18 @@ pub struct Gpu {
     uses: Buffer<u32>,
     ring: Mapped,
     masks: Masks,
-    /// `[MAX_DECODE_ROWS]` rows of the next step under a form, and the drafts among them.
+    /// `[MAX_DECODE_ROWS]`: for the next step under a form, how many rows it has, then its drafts.
     form_drafts: Pinned<i32>,
     proposals: Proposals,
     ngram: NgramDrafter,
-    /// Proposes instead of any other.
+    /// If it is set, it proposes in place of every other drafter.
     script: Option<ScriptDrafter>,
     model: Option<ModelDrafter>,
     run_ahead: u32,
     run: Run,
     /// Tokens whose keys and values are in the cache.
     cached: Vec<u32>,
-    /// How many of them, from the first on, came there as part of a prompt.
+    /// How many of `cached`, from the first on, were read as part of a prompt.
     prompted: usize,
 }
 
@@ -79,19 +80,19 @@ struct Run {
     draft: Option<Draft>,
     max_length: usize,
     stop_count: u32,
-    /// Tokens of the history, as of the last report read.
+    /// Tokens of the history after the last report that was read.
     length: usize,
-    /// Most tokens that a step can bring.
+    /// Most rows of a step, and so most tokens that it can bring.
     step_rows: u32,
     enqueued: u32,
     read: u32,
-    /// The newest token, not in the cache yet.
+    /// The newest token, which is not in the cache yet.
     newest: Option<u32>,
-    /// If its answer has a form.
+    /// Set if the answer has a form.
     form: Option<form::Following>,
 }
 
-/// Whoever drafts for a sequence with these settings, of those that there are.
+/// The drafter for a sequence with the setting `draft`. A script comes before all others.
 fn drafter<'a>(
     draft: Option<Draft>,
     script: &'a mut Option<ScriptDrafter>,
@@ -105,11 +106,11 @@ fn drafter<'a>(
     }
 }
 
-/// As the sampler has them.
+/// The sampler's settings for `s`.
 pub(crate) fn settings(s: &Sampling) -> Settings {
     Settings {
         seed: s.seed,
-        // To the kernels, 0 alone is greedy.
+        // To the kernels, only a temperature of 0 is greedy.
         temperature: if s.is_greedy() { 0.0 } else { s.temperature },
         top_k: s.top_k,
         top_p: s.top_p,
@@ -139,7 +140,7 @@ impl Gpu {
         &self.forward
     }
 
-    /// As [`new`](Self::new), with a draft model or head, if there is one.
+    /// As [`new`](Self::new), also with a draft model or head, if there is one.
     ///
     /// # Errors
     /// As [`new`](Self::new); a draft model with another vocabulary, or a head that was made for another model.
@@ -179,7 +180,7 @@ impl Gpu {
         let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(plain, beside), told)?;
         let load_draft = |draft| {
             let told = &mut |done: u64, _: u64| progress(of_model + done.min(of_draft), all);
-            // The model's weights are there by then, and its cache is not.
+            // By then the model's weights are on the device, and its cache is not allocated yet.
             let fits = |of_draft| fits(Footprint { weights: 0, ..footprint }, Some(of_draft));
             DraftWeights::upload(draft, config, device, capacity, &fits, told).map_err(|error| match error {
                 Error::DraftModelTooLarge { .. } => error,
@@ -190,7 +191,7 @@ impl Gpu {
         Self::with_all_weights(device, config, weights, draft, capacity)
     }
 
-    /// With `weights` that are there already.
+    /// As [`new`](Self::new), with `weights` that are on the device already.
     ///
     /// # Errors
     /// As [`Forward::with_room`].
@@ -203,7 +204,8 @@ impl Gpu {
         Self::with_all_weights(device, config, weights, None, capacity)
     }
 
-    /// The same with a draft model or head, of which the same is true, and whose tokens are the model's.
+    /// As [`with_weights`](Self::with_weights), also with the weights of a draft model or head, which are on the device
+    /// already too. Its tokens must be the model's.
     ///
     /// # Errors
     /// As [`with_weights`](Self::with_weights).
@@ -217,8 +219,8 @@ impl Gpu {
         let mut forward = Forward::new(device, config, weights, capacity)?;
         let taps = draft.as_ref().and_then(DraftWeights::taps);
         let mut draft = draft.map(|draft| draft.passes(&forward, capacity)).transpose()?;
-        // All that must be is there: now what is quicker, where the hardware and the memory are there; otherwise the
-        // unfused path does the same.
+        // What must have memory has it. Now for what makes passes faster, if the hardware can do it and there is memory
+        // left. Without it, the unfused path computes the same.
         for forward in std::iter::once(&mut forward).chain(draft.as_mut().and_then(Passes::model)) {
             forward.prepare_decode()?;
             forward.prepare_tree()?;
@@ -265,8 +267,8 @@ impl Gpu {
         })
     }
 
-    /// Where a sequence drafts, `tokens[i]` is proposed for its position `i` from now on, whatever its text, by a
-    /// kernel that the caller brings: for measuring at a given acceptance.
+    /// From now on, `tokens[i]` is proposed for position `i` of every sequence that drafts, whatever its text. The
+    /// caller's kernel `K` proposes it. For measuring at a given acceptance.
     ///
     /// # Safety
     /// The kernel keeps to what [`DraftScript`] says of its parameters.
@@ -278,13 +280,13 @@ impl Gpu {
         Ok(())
     }
 
-    /// Has others draft again.
+    /// Removes the script, so that the other drafters propose again.
     pub fn clear_script(&mut self) {
         self.script = None;
     }
 
-    /// How many steps are enqueued beyond the one waited for, at most 2: with 0 the host waits for every step before it
-    /// enqueues the next. For measuring.
+    /// Sets how many steps are enqueued beyond the one that the host waits for, at most 2. With 0 the host waits for
+    /// every step before it enqueues the next. For measuring.
     pub fn set_run_ahead(&mut self, steps: u32) {
         self.run_ahead = steps.min(RUN_AHEAD);
     }
@@ -298,14 +300,15 @@ impl Gpu {
         if self.run.draft.is_some() { self.proposals.tokens.ptr() } else { Default::default() }
     }
 
-    /// The rows of a step that was decoded, or of a prompt, whose rows follow each other.
+    /// The rows of a decode step, which may be a tree, if `decoded`. Otherwise those of a pass over a prompt, which
+    /// follow each other.
     fn rows_of(&self, decoded: bool) -> Rows {
         if decoded { self.forward.step_rows() } else { self.forward.rows() }
     }
 
-    /// Enqueues the sampler over the rows from `first_row` on, the acceptance of what it chose for a history of at most
-    /// `length` tokens, and the plan of the next step. After a decode step in one launch the best tokens are known, and
-    /// a greedy choice needs no sampler.
+    /// Enqueues what follows a pass: the sampler over the rows from `first_row` on, the acceptance of what it chose,
+    /// for a history of at most `length` tokens, and the plan of the next step. A decode step in one launch leaves the
+    /// best token of each row, so a greedy choice after it needs no sampler.
     fn enqueue_choice(&mut self, most_rows: u32, first_row: u32, decoded: bool, length: usize) -> Result<(), Error> {
         self.enqueue_masks(first_row)?;
         let rows = self.rows_of(decoded);
@@ -339,7 +342,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// The acceptance of what was chosen: of the `best` tokens, or where that is null of the sampled ones.
+    /// Parameters of the acceptance: of the `best` tokens, or of the sampled ones if `best` is null.
     fn accept(&self, best: Global<u64>, first_row: u32, decoded: bool) -> Accept {
         Accept {
             rows: self.rows_of(decoded),
@@ -361,10 +364,11 @@ impl Gpu {
         }
     }
 
-    /// Enqueues one decode step, which was planned: forward, sample, accept, and draft and plan for the next.
+    /// Enqueues one decode step, whose rows are planned by then: forward, sample, accept, and draft and plan for the
+    /// next step.
     fn enqueue_decode(&mut self) -> Result<(), Error> {
         let most_rows = self.run.step_rows;
-        // Tokens that the history may have by then.
+        // The history's length by then, if each step in flight brings all the tokens that it can.
         let in_flight = (self.run.enqueued - self.run.read) * most_rows;
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
         // The newest token is the last of at most `length`; drafts follow it.
@@ -374,8 +378,8 @@ impl Gpu {
         self.enqueue_choice(most_rows, 0, true, length)
     }
 
-    /// Enqueues what stands between two steps: acceptance, the proposal of drafts for a history of then at most
-    /// `length` tokens, and the planning of the next rows.
+    /// Enqueues what comes between two steps: acceptance, the proposal of drafts, and the plan of the next rows. The
+    /// history then has at most `length` tokens.
     fn enqueue_next(&mut self, accept: Accept, length: usize) -> Result<(), Error> {
         let plan = PlanDecode {
             rows: self.forward.step_rows(),
@@ -386,8 +390,8 @@ impl Gpu {
             counters: self.forward.counters(),
         };
         let Self { forward, proposals, ngram, script, model, run, history, .. } = self;
-        // Acceptance and plan are of buffers of self, sized as their parameter blocks say, for a batch of one; the
-        // history has room for `max_length` tokens.
+        // The addresses in `accept` and `plan` are of buffers of self, sized as their parameter blocks say, for a batch
+        // of one; the history has room for `max_length` tokens.
         let between = Between {
             forward,
             accept,
@@ -395,7 +399,7 @@ impl Gpu {
             proposals,
             capacity: history.len() as u32,
             length: length as u32,
-            // What the host has seen, or has put there, is older than the launches that are under way.
+            // What the host has read in reports, or has written itself, is older than the launches that are under way.
             settled: run.length as u32,
         };
         match drafter(run.draft, script, model, ngram) {
@@ -407,13 +411,13 @@ impl Gpu {
         }
     }
 
-    /// Whoever drafts for the sequence.
+    /// The drafter for the running sequence.
     fn drafter(&mut self) -> Option<&mut dyn Drafter<OnDevice>> {
         drafter(self.run.draft, &mut self.script, &mut self.model, &mut self.ngram)
     }
 
-    /// Microseconds that drafting, planning and acceptance take beside a step, the mean of `repeats`: they run without
-    /// steps between them, on the sequence that was begun, which is of no more use then.
+    /// Measures what runs around a step: the mean time of acceptance, drafting and planning, in microseconds, over
+    /// `repeats`. They run without steps between them, on the sequence that was begun, which cannot go on afterwards.
     ///
     /// # Errors
     /// A driver error.
@@ -425,10 +429,10 @@ impl Gpu {
         let timer = self.forward.device().timer()?;
         let device = self.forward.device().clone();
         let mut next = || self.enqueue_next(self.accept(Default::default(), 0, true), self.run.length);
-        // Each launch once before they are recorded.
+        // Everything is launched once before it is recorded: a kernel's first launch may have to load it.
         next()?;
         let mut graph = device.capture(|| (0..repeats).try_for_each(|_| next()))?;
-        // The first launch of a graph takes it to the device.
+        // The first launch of a graph uploads it to the device.
         graph.launch()?;
         Ok(timer.time(|| graph.launch())? * 1e3 / f64::from(repeats))
     }
@@ -467,14 +471,19 @@ impl Backend for Gpu {
             draft.check_for(self.model.is_some())?;
         }
         sequence.check(self.forward.capacity(), self.forward.config().vocab_size)?;
+        let stops = sequence.stop_tokens;
+        if stops.len() > MOST_STOP_TOKENS {
+            return Err(Error::StopTokens { count: stops.len(), most: MOST_STOP_TOKENS });
+        }
         self.forward.device().synchronize()?;
         let prompt = sequence.prompt;
         let mut reused = common_prefix(&self.cached, prompt);
         if self.forward.prefill().is_some() {
-            // What was generated is part of a prompt now, and its bits must be those of one.
+            // A prompt's passes and decode steps leave different bits in the cache. Tokens that were generated are part
+            // of a prompt here, so they are read again as such.
             reused = reused.min(self.prompted);
         }
-        // Under a form nobody drafts but the host.
+        // Under a form only the host drafts.
         let by_model = match sequence.draft {
             Some(Draft::Model(draft)) if sequence.form.is_none() && self.script.is_none() => Some(draft),
             _ => None,
@@ -483,7 +492,7 @@ impl Backend for Gpu {
         self.forward.want_states(head.is_some());
         self.forward.want_tree(by_model.is_some_and(|draft| draft.branches > 1));
         if let Some(head) = head {
-            // Of what was read without it, a head lacks the hidden states.
+            // A head lacks the hidden states of tokens that were read without it.
             reused = reused.min(head.known(prompt));
         }
         self.cached.truncate(reused);
@@ -498,7 +507,6 @@ impl Backend for Gpu {
             uses[token as usize] = PROMPTED;
         }
         self.uses.write(0, &uses)?;
-        let stops = &sequence.stop_tokens[..sequence.stop_tokens.len().min(MOST_STOP_TOKENS)];
         self.stop_tokens.write(0, stops)?;
         self.ring.clear();
         self.run = Run {
@@ -531,9 +539,9 @@ impl Backend for Gpu {
         let count = word(Report::COUNT) as usize;
         let tokens: Vec<u32> = (0..count).map(|i| word(Report::TOKENS + i)).collect();
         if tokens.contains(&NO_TOKEN) {
-            // Nothing of this sequence is of use to another.
+            // No other sequence may reuse this one's cache.
             self.cached.clear();
-            // Of the newest token that there is.
+            // The position of the newest token, after which none could be chosen.
             let position = self.run.length + tokens.len() - 2;
             return Err(Error::NotFinite { what: Place::Logits.to_string(), position });
         }
@@ -557,7 +565,7 @@ impl Backend for Gpu {
             self.forward.end_trace();
             return Ok(());
         }
-        // A trace is of one step.
+        // A trace holds one step, so steps are waited for one by one.
         self.run_ahead = 0;
         self.forward.begin_trace()
     }

@@ -8,38 +8,53 @@ use crate::lossless::PackedSize;
 use crate::quantized::Coding;
 use crate::stream::Stream;
 
-/// What is kept of a model's matrices that is not bf16 alone.
+/// How a device keeps a model's matrices, where that is not as bf16 alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kept {
-    /// What decode steps read.
+    /// The format that decode steps read.
     pub format: MatrixFormat,
-    /// Whether bf16 weights are beside that: otherwise they are made again, a layer at a time, for passes that read
-    /// them.
+    /// Whether the bf16 weights of all layers are kept beside it. If not, a layer's bf16 weights are made again
+    /// whenever a pass reads them.
     pub plain: bool,
-    /// What the head is packed to for steps of one row, if it is, beside codes and its bf16 weights.
+    /// The packed size of the output head, if a packed head is kept beside the head's bf16 weights. Steps of one row
+    /// read it. Never set where all matrices are packed.
     pub head: Option<PackedSize>,
 }
 
-/// What matrices are, if not bf16.
+/// The format of a model's matrices that decode steps read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatrixFormat {
-    /// The codes of quantised weights, of the layers.
+    /// bf16. What differs from keeping bf16 alone is the packed head beside it.
+    Plain,
+    /// The layers' matrices as codes of quantised weights.
     Coded(Coding),
-    /// Packed without loss to this size, with the head.
+    /// All matrices, the head's included, packed without loss to this size.
     Packed(PackedSize),
 }
 
 impl Kept {
-    /// What is kept of `checkpoint` on `device`, as its [options](crate::device::DeviceOptions) and its free memory
-    /// have it; none if it is bf16 alone.
+    /// How `device` is to keep the matrices of `checkpoint`, by its [options](crate::device::DeviceOptions) and its
+    /// free memory. None: as bf16 alone.
     ///
     /// # Errors
-    /// Of reading the checkpoint; a driver error.
+    /// An error of reading the checkpoint; a driver error.
     pub fn of(checkpoint: &Checkpoint, device: &Device) -> Result<Option<Self>, Error> {
-        Self::coded(checkpoint, device)?.map_or_else(|| Self::packed(checkpoint, device), |coded| Ok(Some(coded)))
+        if let Some(coded) = Self::coded(checkpoint, device)? {
+            return Ok(Some(coded));
+        }
+        if let Some(packed) = Self::packed(checkpoint, device)? {
+            return Ok(Some(packed));
+        }
+        if !Self::packs_head_alone(device) {
+            return Ok(None);
+        }
+        let size = PackedSize::of_head(checkpoint, PackedSize::SPARSELY)?;
+        let kept = Self::only(MatrixFormat::Plain).with_head(device, size)?;
+        Ok(kept.head.map(|_| kept))
     }
 
-    /// The same of a checkpoint whose layers have codes that kernels read; none of others.
+    /// As [`of`](Self::of), for a checkpoint whose layers have codes. None if they have none, or none that `device` is
+    /// to read.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -54,7 +69,8 @@ impl Kept {
         kept.with_head(device, PackedSize::of_head(checkpoint, PackedSize::SPARSELY)?).map(Some)
     }
 
-    /// The same where weights are [packed](Self::packs); none if they cannot be.
+    /// As [`of`](Self::of), for weights that are [packed](Self::packs) without loss. None if they are not to be packed,
+    /// or cannot be.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -67,12 +83,14 @@ impl Kept {
         size.map(|size| Self::on(device, config, MatrixFormat::Packed(size))).transpose()
     }
 
-    /// What is kept of a model in such a format, likewise.
+    /// Keeps a model in this `format`. The options and the free memory of `device` decide whether bf16 weights stay
+    /// beside it.
     ///
     /// # Errors
     /// A driver error.
     pub fn on(device: &Device, config: &Config, format: MatrixFormat) -> Result<Self, Error> {
         let plain = match device.options().plain_beside {
+            _ if format == MatrixFormat::Plain => true,
             _ if format.in_e4m3() => false,
             Some(plain) => plain,
             None => device.free_memory()?.is_some_and(|free| Stream::bytes(config, false) <= free / 4),
@@ -80,23 +98,30 @@ impl Kept {
         Ok(Self { format, plain, head: None })
     }
 
-    /// With a head that is packed to this size, if it can be and memory does not miss it.
+    /// Adds a head that is packed to this size, if there is a `size`, kernels of `device` read it, and it takes a small
+    /// part of the free memory.
     ///
     /// # Errors
     /// A driver error.
     pub(crate) fn with_head(self, device: &Device, size: Option<PackedSize>) -> Result<Self, Error> {
-        /// At most one part in so many of the free memory.
+        /// A packed head takes at most one part in this many of the free memory.
         const SHARE: u64 = 32;
         let free = device.free_memory()?;
         let fits = |size: &PackedSize| free.is_none_or(|free| size.packed <= free / SHARE);
         Ok(Self { head: size.filter(|size| device.has_full_ring() && fits(size)), ..self })
     }
 
-    /// Whether weights are packed without loss on a device: where that is asked for, or layers have enough bytes for it
-    /// to be quicker. The emulator has no memory of its own that would be saved.
+    /// Whether weights are packed without loss on `device`: if its options ask for it; or by default, if layers are
+    /// large enough for it to be faster. Not by default under the emulator, which has no memory of its own to save.
     pub(crate) fn packs(device: &Device, config: &Config) -> bool {
         let pays = || Self::packing_pays(config, device.capabilities()) && !device.is_emulator();
         device.has_full_ring() && device.options().lossless.unwrap_or_else(pays)
+    }
+
+    /// Whether the head is packed where no other matrix is. It is the largest matrix of a small model, whose layers are
+    /// too small for packing to pay. Not under the emulator, as in [`packs`](Self::packs).
+    pub(crate) fn packs_head_alone(device: &Device) -> bool {
+        device.has_full_ring() && !device.is_emulator() && device.options().lossless != Some(false)
     }
 
     /// Whether decode steps on such a card are quicker with weights packed without loss.
@@ -105,34 +130,35 @@ impl Kept {
         card.has_full_ring() && of_layer >= card.tuning().lossless_from
     }
 
-    /// This format, with nothing beside.
+    /// This format alone: no bf16 weights beside another format, and no packed head.
     #[must_use]
     pub const fn only(format: MatrixFormat) -> Self {
-        Self { format, plain: false, head: None }
+        Self { format, plain: matches!(format, MatrixFormat::Plain), head: None }
     }
 
-    /// The same with nothing beside: neither bf16 weights, nor a packed head.
+    /// Keeps the format alone: drops bf16 weights and a packed head.
     #[must_use]
     pub fn alone(self) -> Self {
         Self::only(self.format)
     }
 
-    /// Whether codes are what is multiplied.
+    /// Whether GEMMs multiply the codes themselves, which are then e4m3 in blocks.
     pub fn in_e4m3(self) -> bool {
         self.format.in_e4m3()
     }
 
-    /// The codes' kind, if there are codes.
+    /// The kind of the codes, if matrices are kept as codes.
     pub fn coding(self) -> Option<Coding> {
         match self.format {
             MatrixFormat::Coded(coding) => Some(coding),
-            MatrixFormat::Packed(_) => None,
+            MatrixFormat::Plain | MatrixFormat::Packed(_) => None,
         }
     }
 
-    /// Bytes of a model's matrices, those in bf16 with them.
+    /// Bytes of a model's matrices on the device: in the format, as a packed head, and in bf16.
     pub fn bytes(self, config: &Config) -> u64 {
         let of_format = match self.format {
+            MatrixFormat::Plain => 0,
             MatrixFormat::Coded(coding) => coding.bytes_of(config, 1),
             MatrixFormat::Packed(size) => size.packed,
         };

@@ -19,7 +19,7 @@
 use cuda_std::bulk::{self, Barrier};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 use cuda_std::shared;
-use cuda_std::{Global, GlobalMut, kernel, mma, thread, warp};
+use cuda_std::{Global, GlobalMut, device, kernel, mma, thread, warp};
 use gpu_kernels::unroll;
 
 /// Threads of a block of [`ceiling_read`] and [`ceiling_copy`].
@@ -125,7 +125,7 @@ pub unsafe fn ceiling_read(p: ReadAll) {
 ///
 /// # Safety
 /// All lanes of such a warp call it, once. There is a sum for each such warp of each block.
-#[inline(always)]
+#[device]
 unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
     let mut distance = 16;
     while distance > 0 {
@@ -143,7 +143,7 @@ unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
 /// # Safety
 /// There is such a stage, and the block has [`BULK_SHARED_BYTES`].
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
-#[inline(always)]
+#[device]
 unsafe fn barriers(stage: u32) -> [Barrier; 2] {
     // SAFETY: the caller's word; all barriers lie behind the stages.
     [0, 8].map(|which| unsafe { Barrier::at(shared::dynamic(STAGES * STAGE_BYTES + stage * 16 + which)) })

@@ -3,7 +3,7 @@
 //! # Safety
 //! As for [all GEMMs](gpu_kernels::gemm) and [epilogues](gpu_kernels::gemm::epilogue).
 
-use cuda_std::{kernel, math, thread, wgmma};
+use cuda_std::{device, kernel, math, thread, wgmma};
 use gpu_kernels::gemm::epilogue::{BoxWords, Epilogue, Half, Next};
 use gpu_kernels::gemm::{BOX, GROUP, Gemm, GemmE4m3, THREADS, gemm, gemm_e4m3};
 use gpu_kernels::unroll;
@@ -38,13 +38,13 @@ impl Epilogue for Plain {
     type Early = ();
     type Ahead = ();
 
-    #[inline(always)]
+    #[device]
     unsafe fn early(_: &Gemm, _: &Half) {}
 
-    #[inline(always)]
+    #[device]
     unsafe fn ahead<const N: u32>(_: &Gemm, _: &Half, _: bool, (): ()) {}
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, (): (), next: &mut impl Next) {
         let mut boxes = [rounded!(0), rounded!(1), [[0; 4]; 4], [[0; 4]; 4]];
         if N > 128 {

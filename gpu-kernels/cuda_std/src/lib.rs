@@ -1,8 +1,11 @@
-//! What a kernel may use, with two bodies for each intrinsic: PTX on `nvptx64`, an emulation on the host.
+//! Intrinsics for GPU kernels in Rust. Each has two bodies: PTX on `nvptx64`, and an emulation on the host.
 //!
-//! A kernel crate depends on nothing else, so the same source runs on a GPU and, lane by lane, on a CPU. The modules
-//! below are the interface; they hold no PTX. Each forwards to `target`, which is the module `ptx` when the crate is
-//! compiled for the device, and `emulator::target` otherwise: two sets of functions with the same signatures.
+//! A kernel crate needs no other dependency, so the same source runs on a GPU and, lane by lane, on a CPU. The modules
+//! below are the interface and hold no PTX. Each forwards to `target`: the module `ptx` when the crate is compiled for
+//! the device, `emulator::target` otherwise. Both have functions of the same names and signatures.
+//!
+//! On the device `bulk`, `cluster`, `dependent_launch` and `tensor` exist from sm_90 on, and `wgmma` on sm_90a. On the
+//! host all modules exist.
 //!
 //! ```
 //! use cuda_std::emulator::{Buffer, Launch, launch};
@@ -66,27 +69,27 @@ use emulator::target;
 #[cfg(target_arch = "nvptx64")]
 use ptx as target;
 
-pub use cuda_std_macros::{Layout, kernel};
+pub use cuda_std_macros::{Layout, device, kernel};
 pub use global::{Global, GlobalMut};
 pub use half::{bf16, f16};
 pub use layout::Layout;
 
-/// The code of README.md is tested.
+/// Makes the code in README.md run as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-// What the macros write names this crate, also within it.
+// The macros' output names this crate `cuda_std`; this makes the name valid in the crate itself, too.
 extern crate self as cuda_std;
 
-/// Tells the compiler that `condition` holds, so that it need not provide for the contrary, such as a division by zero.
-/// The emulator asks whether it does.
+/// Tells the compiler that `condition` holds, so that it can drop the code for the other case, such as the check of a
+/// divisor for zero. The emulator checks the condition.
 ///
 /// # Safety
-/// It holds.
+/// `condition` holds.
 ///
 /// # Panics
-/// Under the emulator, if it does not.
+/// Under the emulator, if `condition` does not hold.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn assume(condition: bool) {
@@ -99,22 +102,24 @@ pub unsafe fn assume(condition: bool) {
     assert!(condition, "a kernel assumes what does not hold");
 }
 
-/// Implemented by the marker type that [`kernel`](macro@kernel) makes, so that a launch can name its kernel as a type.
+/// A kernel as a type. The [`kernel`](macro@kernel) attribute implements it for a marker type of the kernel's name, so
+/// that a launch can name its kernel as a type.
 pub trait Kernel {
-    /// The parameter block, laid out as the device reads it.
+    /// The type of the parameter block, which host and device lay out alike.
     type Params: Copy + Layout + 'static;
     /// The name of the entry point in the PTX module.
     const NAME: &'static str;
-    /// The PTX module that it is in: `"main"`, or what the attribute names.
+    /// The PTX module that the kernel is in: `"main"`, unless the attribute names another.
     const MODULE: &'static str;
-    /// The digest of the parameter block, which the PTX module holds too.
+    /// The digest of the parameter block's layout. The PTX module holds it too, so that whoever loads the module can
+    /// compare.
     const LAYOUT: u64 = Self::Params::DIGEST;
-    /// The block size.
+    /// The block size: the most lanes that a block of a launch may have.
     const THREADS: u32;
-    /// Blocks of a cluster, neighbours in x.
+    /// Blocks in a cluster, which are neighbours in x; 1 for a kernel without clusters.
     const CLUSTER: u32;
 
-    /// What one lane runs when the grid is emulated.
+    /// Runs one lane of an emulated grid.
     ///
     /// # Safety
     /// The kernel's own contract.

@@ -1,9 +1,9 @@
-//! Tiles of many pairs against a split of the keys: each warp weighs its own keys, and then adds the values of all keys
-//! in its own dimensions.
+//! Attention of tiles of many pairs against a split of the keys. Each warp weighs its own keys, and then adds the
+//! values of all keys in its own dimensions.
 //!
-//! What the warps exchange is weights, an eighth of what their sums would take. Up to two tiles are taken at a time: a
-//! key and a value are read from shared memory once for both, and the one's products fill the other's latencies. Sums
-//! are those of [`reduce`](super::reduce), term by term.
+//! So the warps exchange weights, an eighth of the bytes of their sums. Up to two tiles are taken at a time: each key
+//! and value is read from shared memory once for both, and one tile's products fill the other's latencies. The sums are
+//! those of [`reduce`](super::reduce), term by term.
 //!
 //! # Safety
 //! The 8 warps of a block, numbers 0 to 7, call these functions, whole and for the same tiles of the same launch; `p`
@@ -14,7 +14,7 @@
 use core::ops::Range;
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{math, mma, thread};
+use cuda_std::{device, math, mma, thread};
 
 use super::warps::put_sum;
 use super::{Attend, PAIRS, SoftmaxWeights, Tile, WARPS, weight};
@@ -31,26 +31,26 @@ pub(crate) struct TileWeights(u32);
 impl TileWeights {
     const WEIGHTS: u32 = WARPS * 2 * 32 * 16;
     const SCALES: u32 = WARPS * PAIRS * 4;
-    /// Bytes of one.
+    /// Bytes of a tile's weights.
     pub const BYTES: u32 = Self::WEIGHTS + 2 * Self::SCALES;
 
-    /// Those at byte `start`.
-    #[inline(always)]
+    /// The weights at byte `start` of dynamic shared memory.
+    #[device]
     pub const fn at(start: u32) -> Self {
         Self(start)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn scales(&self) -> Shared<f32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.0 + Self::WEIGHTS) }
     }
 
-    /// Leaves what a warp weighs its keys by.
+    /// Leaves a warp's weights for its own keys.
     ///
     /// # Safety
     /// Nobody reads the place any more, or yet. `weights` are this warp's.
-    #[inline(always)]
+    #[device]
     pub unsafe fn leave(&self, tile: &Tile, weights: &SoftmaxWeights) {
         // SAFETY: the caller's word.
         unsafe {
@@ -71,7 +71,7 @@ impl TileWeights {
     }
 }
 
-/// What a lane adds a warp's keys with, of each tile.
+/// What a lane needs to add the values of one warp's keys, for each tile.
 #[derive(Clone, Copy)]
 struct Window<const N: usize> {
     weights: [[[u32; 4]; 2]; N],
@@ -83,7 +83,7 @@ struct Window<const N: usize> {
 pub(crate) struct DimSums<const N: usize> {
     weights: [TileWeights; N],
     lane: u32,
-    /// The first of its tiles of eight dimensions.
+    /// The first of the warp's tiles of eight dimensions.
     first: u32,
     tops: [[f32; 2]; N],
     norms: [[f32; 2]; N],
@@ -91,11 +91,11 @@ pub(crate) struct DimSums<const N: usize> {
 }
 
 impl<const N: usize> DimSums<N> {
-    /// What warp `warp` begins to add, once all warps have left their weights.
+    /// Sums of no keys for warp `warp`, and the largest maximum of each pair. All warps have left their weights.
     ///
     /// # Safety
     /// All 8 warps have left the weights of all tiles, and synchronised.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new(weights: [TileWeights; N], lane: u32, warp: u32) -> Self {
         let (lane, warp) = (thread::opaque(lane), thread::opaque(warp));
         let mut tops = [[0f32; 2]; N];
@@ -114,11 +114,11 @@ impl<const N: usize> DimSums<N> {
         Self { weights, lane, first, tops, norms: [[0.0; 2]; N], all: [[[0.0; 4]; OWN_TILES]; N] }
     }
 
-    /// What adds the values of a warp's keys: the tiles' weights, and their normalisers and factors.
+    /// Loads what the values of a warp's keys are added with: the tiles' weights, and their maxima and normalisers.
     ///
     /// # Safety
     /// `warp` is below 8.
-    #[inline(always)]
+    #[device]
     unsafe fn load(&self, warp: u32) -> Window<N> {
         let mut window = Window { weights: [[[0; 4]; 2]; N], tops: [[0.0; 2]; N], norms: [[0.0; 2]; N] };
         // SAFETY: the caller's word.
@@ -137,8 +137,8 @@ impl<const N: usize> DimSums<N> {
         window
     }
 
-    /// The factors of a warp's sums; its normalisers are added.
-    #[inline(always)]
+    /// The factors of the sums over a warp's keys. It also adds the warp's normalisers.
+    #[device]
     fn factors(&mut self, window: &Window<N>) -> [[f32; 2]; N] {
         let mut factors = [[0f32; 2]; N];
         unroll!(T < N of 2; {
@@ -150,16 +150,16 @@ impl<const N: usize> DimSums<N> {
         factors
     }
 
-    /// Adds the values of the keys of the first `warps` warps, an even number: first to last. `values(warp, n)` gives
-    /// those of a warp's keys in the eight dimensions from `8 n` on.
+    /// Adds the weighted values of the keys of the first `warps` warps, an even number, first to last. `values(warp,
+    /// n)` gives the values of a warp's keys in the eight dimensions from `8 n` on.
     ///
     /// # Safety
     /// `warps` is even, and at most 8. What `values` reads is there.
-    #[inline(always)]
+    #[device]
     pub unsafe fn add(&mut self, warps: u32, values: impl Fn(u32, u32) -> [u32; 4]) {
         let mut warp = 0;
         while warp < warps {
-            // Two at a time: with more, registers are short.
+            // Two warps' keys at a time: with more, registers are short.
             thread::keep_rolled();
             unroll!(W < 2; {
                 let warp = warp + W as u32;
@@ -178,7 +178,7 @@ impl<const N: usize> DimSums<N> {
     }
 
     /// Adds a warp's sums of eight dimensions to a tile's.
-    #[inline(always)]
+    #[device]
     fn add_found(&mut self, tile: usize, d: usize, factors: [f32; 2], found: [f32; 4]) {
         unroll!(E < 4; {
             let all = &mut self.all[tile][d][E];
@@ -186,12 +186,12 @@ impl<const N: usize> DimSums<N> {
         });
     }
 
-    /// Likewise of further warps whose keys differ between a tile's rows: `sums(warp, tile, weights, n)` gives the sums
-    /// over a warp's keys of the dimensions from `8 n` on, as the tensor core leaves them.
+    /// Adds the weighted values of the keys of further warps, which differ between a tile's rows. `sums(warp, tile,
+    /// weights, n)` gives the sums over a warp's keys of the dimensions from `8 n` on, as the tensor core leaves them.
     ///
     /// # Safety
     /// The warps are among the 8, and behind those of [`add`](Self::add). What `sums` reads is there.
-    #[inline(always)]
+    #[device]
     pub unsafe fn add_apart(
         &mut self,
         warps: Range<u32>,
@@ -213,11 +213,11 @@ impl<const N: usize> DimSums<N> {
         }
     }
 
-    /// Puts them where [`reduce`](super::reduce) does.
+    /// Puts the sums where [`reduce`](super::reduce) does.
     ///
     /// # Safety
     /// The tiles are those whose weights were added, all of them.
-    #[inline(always)]
+    #[device]
     pub unsafe fn put(
         &self,
         p: &Attend,
@@ -245,8 +245,8 @@ impl<const N: usize> DimSums<N> {
     }
 }
 
-/// The sums of eight dimensions over a warp's keys, so weighed: `values` are those keys' in these dimensions.
-#[inline(always)]
+/// The weighted sums of eight dimensions over a warp's keys. `values` are the keys' values in these dimensions.
+#[device]
 pub(crate) fn add_eight(weights: &[[u32; 4]; 2], values: [u32; 4]) -> [f32; 4] {
     let o = mma::m16n8k16_bf16([0.0; 4], weights[0], [values[0], values[1]]);
     mma::m16n8k16_bf16(o, weights[1], [values[2], values[3]])

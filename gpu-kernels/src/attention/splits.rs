@@ -1,4 +1,4 @@
-//! The splits of a context are added: by a block, or by one warp in the same order.
+//! Adds the splits of a context: by a block, or by one warp in the same order.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, as that says it is. The 8 warps from the block's first on call [`combine_head`]
@@ -7,7 +7,7 @@
 //! waited for that. From byte `scratch` of dynamic shared memory on, a multiple of 16, there are
 //! [`Attend::COMBINE_SHARED_BYTES`] that nobody else touches until the function returns.
 
-use cuda_std::{bf16, kernel, math, shared, thread, warp};
+use cuda_std::{bf16, device, kernel, math, shared, thread, warp};
 
 use super::warps::sync;
 use super::{Attend, SPLIT, WARPS, weight};
@@ -27,8 +27,9 @@ pub unsafe fn combine(p: Attend) {
     }
 }
 
-/// The largest of a row and head's maxima, the first of each split's `scale`. A warp finds it together.
-#[inline(always)]
+/// The largest maximum of a row and head. A split's maximum comes first in its `scale`. All lanes of a warp call it
+/// together.
+#[device]
 fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
     let mut top = f32::NEG_INFINITY;
     let mut s = lane;
@@ -44,10 +45,10 @@ fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
     top
 }
 
-/// One head of the row at `position` of [`combine`], by the 8 warps from the block's first on, with shared memory from
-/// `scratch` on: free again when it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair among all
-/// rows' heads, neighbouring lanes neighbouring ones.
-#[inline(always)]
+/// [`combine`] for one head of the row at `position`, by the 8 warps from the block's first on. Shared memory from
+/// `scratch` on is free again when it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair, numbered
+/// among all rows' heads; neighbouring lanes put neighbouring dimensions.
+#[device]
 pub(crate) unsafe fn combine_head(
     p: &Attend,
     row: u32,
@@ -78,7 +79,7 @@ pub(crate) unsafe fn combine_head(
             });
             (words, scales)
         };
-        // The first are asked for before anything is waited for.
+        // The first splits are asked for before anything is waited for.
         let (mut words, mut scales) = load(warp_id);
         let top = top_score(splits, lane, scale);
         let (mut sum, mut norm) = ([0f32; 4], 0f32);
@@ -116,10 +117,10 @@ pub(crate) unsafe fn combine_head(
     }
 }
 
-/// What [`combine`] does for a row and head, by one warp: it does what the 8 would have done, and adds in the same
-/// order. `words(s)` gives four dimensions of a split's sums, from `4 · lane` on, `scale(s)` its maximum and
-/// normaliser; `put(d, word)` takes the result of dimensions `d` and one on.
-#[inline(always)]
+/// [`combine`] for a row and head, by one warp: it does what the 8 warps would have done, and adds in the same order.
+/// `words(s)` gives four dimensions of a split's sums, from `4 · lane` on, and `scale(s)` its maximum and normaliser.
+/// `put(d, word)` takes the result of dimensions `d` and `d + 1`.
+#[device]
 pub(crate) fn combine_by_warp(
     splits: u32,
     lane: u32,
@@ -127,7 +128,7 @@ pub(crate) fn combine_by_warp(
     scale: impl Fn(u32) -> [f32; 2],
     put: impl Fn(u32, u32),
 ) {
-    // Eight splits' sums, and their scales, one split a lane.
+    // The sums of eight splits, and their scales, one split a lane.
     let load = |first: u32| {
         let mut parts = [[0u32; 4]; WARPS as usize];
         unroll!(W < 8; {
@@ -142,10 +143,10 @@ pub(crate) fn combine_by_warp(
         }
         (parts, own)
     };
-    // The first are asked for before anything is waited for: that is all for contexts up to 2,048.
+    // The first eight splits are asked for before anything is waited for. Contexts up to 2,048 have no more.
     let (mut loaded, mut own) = load(0);
     let top = top_score(splits, lane, &scale);
-    // What each of the 8 would have found, and their normalisers, one a lane.
+    // What each of the 8 warps would have found, and their normalisers, one a lane.
     let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
     let mut first = 0;
     loop {

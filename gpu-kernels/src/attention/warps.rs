@@ -1,4 +1,4 @@
-//! What a block's warps found of one split is added, by way of shared memory.
+//! Adds what a block's warps found in one split, by way of shared memory.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, as that says it is, and the tile is of its rows, of at least one pair. The 8
@@ -9,28 +9,30 @@
 //! dimensions by one lane.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{math, thread, warp};
+use cuda_std::{device, math, thread, warp};
 
 use super::{Attend, PAIRS, SPLIT, TILES, Tile, WARPS, WarpAttention, weight};
 use crate::kv::HEAD_DIM;
 
 /// Pairs whose sums are combined in shared memory at a time.
 pub(crate) const QUARTER: u32 = PAIRS / 4;
-/// Words between two pairs' sums: eight more than they take, so that a warp's stores meet every bank once.
+/// Words from one pair's sums to the next: eight more than they take, so that a warp's stores have no bank conflicts.
 pub(super) const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 
 /// The 8 warps that work on a tile synchronise; a block may have other warps with other work, and barriers of theirs.
-#[inline(always)]
+#[device]
 pub(super) fn sync(barrier: u32) {
     thread::sync_named(barrier, WARPS * 32);
 }
 
-/// Adds what the block's warps found, first to last, and puts it where it belongs: the result of rows that end in the
-/// first split, and the split's part of others. `position(row)` is where a row stands; `put(pair, d, word)` takes the
-/// results of dimensions `d` and one on of a pair among all rows' heads, as bf16; `keep(pair, place, d, sum, scale)`
-/// the sums of a split, with its maximum and normaliser, of a pair of the tile that has this place among all rows'
-/// heads. Shared memory from `scratch` on is free again when it returns.
-#[inline(always)]
+/// Adds what the block's warps found, first to last. For rows that end in the first split this is the result, which
+/// `put` takes; for others it is the split's part, which `keep` takes. `position(row)` is a row's position.
+///
+/// `put(pair, d, word)` takes the results of dimensions `d` and `d + 1` of a pair, numbered among all rows' heads, as
+/// bf16. `keep(pair, place, d, sum, scale)` takes a split's sums in these dimensions, with its maximum and normaliser,
+/// of a pair of the tile; `place` is the pair's number among all rows' heads. Shared memory from `scratch` on is free
+/// again when `reduce` returns.
+#[device]
 pub(crate) unsafe fn reduce(
     p: &Attend,
     tile: &Tile,
@@ -42,11 +44,12 @@ pub(crate) unsafe fn reduce(
 ) {
     // SAFETY: the caller's word.
     unsafe {
-        // New to the compiler: addresses found here are not kept over a loop around this.
+        // Opaque to the compiler, so that it does not keep addresses in registers over a loop around this.
         let (lane, warp_id) = (thread::opaque(tile.lane), thread::opaque(tile.warp_id));
         let (g, t) = (lane / 4, lane % 4);
         let sums = shared::dynamic::<f32>(scratch);
-        // `[pair][warp]`; once all are there, a warp's factor and the pair's maximum and normaliser in place of them.
+        // `[pair][warp]` maxima, and then as many normalisers. Once all are there, each maximum is replaced by the
+        // warp's factor, and a pair's first two normalisers by the pair's maximum and normaliser.
         let tops = sums.at((WARPS * QUARTER * PAIR_STRIDE) as usize);
         let norms = tops.at((WARPS * PAIRS) as usize);
         if t == 0 {
@@ -74,7 +77,7 @@ pub(crate) unsafe fn reduce(
                     let other = other + W as u32;
                     norm = math::fma(warp::shuffle_idx(part, other), warp::shuffle_idx(factor, other), norm);
                 });
-                // Not written out further: that would crowd out sums.
+                // Not unrolled further: that would take registers from the sums.
                 other = thread::opaque(other) + 4;
             }
             tops.store(thread as usize, factor);
@@ -112,13 +115,13 @@ pub(crate) unsafe fn reduce(
     }
 }
 
-/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits: the warps synchronise once. Shared memory
-/// from `scratch` on is free again after they have synchronised once more.
+/// [`reduce`] of a tile of at most [`QUARTER`] pairs, with the same bits. The warps synchronise only once, so shared
+/// memory from `scratch` on is free again after they have synchronised once more.
 ///
 /// # Safety
 /// The tile has at most [`QUARTER`] pairs. The 8 warps synchronise once more before anyone writes to the shared memory
 /// again.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn reduce_few(
     p: &Attend,
     tile: &Tile,
@@ -152,33 +155,33 @@ struct Few {
 
 impl Few {
     /// For a lane, from byte `scratch` on.
-    #[inline(always)]
+    #[device]
     const fn new(lane: u32, warp_id: u32, scratch: u32) -> Self {
         Self { lane, warp_id, scratch }
     }
 
-    /// Whether the lane has something of a pair. Asked anew each time: known on both sides of a barrier, the compiler
-    /// may write the barrier twice.
-    #[inline(always)]
+    /// Whether the lane has something of a pair. It is found anew each time: if the compiler knew it on both sides of a
+    /// barrier, it might write the barrier twice.
+    #[device]
     fn holds(&self) -> bool {
         thread::opaque(self.lane) / 4 < QUARTER
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn sums(&self) -> Shared<f32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.scratch) }
     }
 
     /// `[pair][warp]` maxima; normalisers follow.
-    #[inline(always)]
+    #[device]
     unsafe fn tops(&self) -> Shared<f32> {
         // SAFETY: the caller's word.
         unsafe { self.sums().at((WARPS * QUARTER * PAIR_STRIDE) as usize) }
     }
 
     /// Leaves the maximum and the normaliser of the lane's pair.
-    #[inline(always)]
+    #[device]
     unsafe fn leave_scale(&self, top: f32, norm: f32) {
         if self.holds() && self.lane.is_multiple_of(4) {
             // SAFETY: the caller's word.
@@ -190,11 +193,11 @@ impl Few {
         }
     }
 
-    /// A lane that [holds](Self::holds) something leaves its weighted sums of dimensions `8n + 2t` and one on.
+    /// A lane that [holds](Self::holds) something leaves its weighted sums of dimensions `8n + 2t` and the next.
     ///
     /// # Safety
     /// The lane [holds](Self::holds) something. `n` is below 16.
-    #[inline(always)]
+    #[device]
     unsafe fn leave(&self, n: usize, o: [f32; 4]) {
         let (g, t) = (self.lane / 4, self.lane % 4);
         // SAFETY: the caller's word.
@@ -209,7 +212,7 @@ impl Few {
     ///
     /// # Safety
     /// All 8 warps have left what they found, and synchronised.
-    #[inline(always)]
+    #[device]
     unsafe fn add(
         &self,
         p: &Attend,
@@ -243,12 +246,13 @@ impl Few {
     }
 }
 
-/// Dimensions `d` and one on of what a pair, of a row at `position`, found in the split, with its maximum and
-/// normaliser: the result, if that is the first split and the last one; otherwise a part to [`keep`](reduce).
+/// Puts dimensions `d` and `d + 1` of what a pair found in the split, with its maximum and normaliser. The pair's row
+/// is at `position`. If the row ends in the first split, this is the result; otherwise it is a part to
+/// [`keep`](reduce).
 ///
 /// # Safety
 /// The pair is one of the tile's. The lane alone has these dimensions, of the sum over all warps.
-#[inline(always)]
+#[device]
 #[expect(clippy::too_many_arguments, reason = "a part of two functions")]
 pub(super) unsafe fn put_sum(
     p: &Attend,

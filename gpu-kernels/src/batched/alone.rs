@@ -1,25 +1,25 @@
-//! Attention of a step in a launch of its own, where each sequence has one row: every warp by itself.
+//! Attention of a step in a launch of its own, where each sequence has one row and every warp works by itself.
 //!
-//! A warp takes an [item](super::attention) alone, a *piece* of 32 keys after the other, and copies its own pieces
-//! ahead of itself into a ring of its own. So no warp waits for another, and a short item costs no more than its bytes.
-//! What the 8 warps of [`attend`](crate::attention::attend) find side by side, it finds piece by piece, and adds in the
-//! same order:
+//! A warp takes an [item](super::attention) alone, one *piece* of 32 keys after another. It has a ring of its own, into
+//! which it copies its pieces ahead. So no warp waits for another, and a short item costs no more than its bytes. The
+//! warp computes one after another what the 8 warps of [`attend`](crate::attention::attend) compute side by side, and
+//! adds in the same order:
 //!
 //! ```text
 //! S_w = Q · K_wᵀ, its weights P_w, maximum m_w and normaliser      for each piece of keys
 //! O   = Σ_w exp2(m_w − max m) · (P_w · V_w)                        for each piece of values
 //! ```
 //!
-//! Queries, and the row's own key and value, are made by the warp that wants them: it puts those into the piece that it
-//! has of their page, and into the cache. Nobody else reads that row.
+//! The warp that needs the queries, and the row's own key and value, makes them. It puts that key and value into the
+//! piece that it has of their page, and into the cache. Nobody else reads that row.
 //!
 //! # Safety
 //! `p` is the parameter block of a launch of [`attend_batch`]. All lanes of one warp call what is unsafe here: each
-//! warp for its own items, in its own part of shared memory, which nobody else uses. Each tile has one row, and each
-//! item's last split alone has the row's own key and value: nobody else reads or writes these in the cache.
+//! warp for its own items, in its own part of shared memory, which nobody else uses. Each tile has one row, and only an
+//! item that is its row's last split has the row's own key and value: nobody else reads or writes these in the cache.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, bulk, dependent_launch, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, dependent_launch, device, kernel, math, thread, warp};
 
 use super::attention::{Item, PACKED, are_there, find_forms, make_row_queries};
 use super::tile_scheduler::{Assignment, Pool, assign, count_all, load};
@@ -35,34 +35,34 @@ use crate::ring::{Ring, Shape};
 
 /// Warps of a CTA.
 pub const WARPS: u32 = 8;
-/// Query heads of a key-value head, at most: half of the tensor core's rows.
+/// Most query heads of a key-value head: half of the tensor core's rows.
 pub const PAIRS: u32 = 8;
-/// Pieces of an item, at most.
+/// Most pieces of an item.
 const PIECES: usize = (SPLIT / WARP_KEYS) as usize;
-/// Splits that [`combine_by_warp`] adds one by one.
+/// Up to so many splits, [`combine_by_warp`] adds simply one after another.
 const OWN_SPLITS: u32 = 8;
 const PIECE_BYTES: u32 = WARP_KEYS * HEAD_DIM * 2;
 const STAGES: u32 = 3;
-/// Items that a warp has looked up. Those of a half are looked up when the half is done with, and copies are never
-/// further ahead than the other half.
+/// Items that a warp has looked up ahead, in two halves. It looks up a half again when it is done with that half's
+/// items. Copies never run further ahead than into the other half.
 const SLOTS: u32 = 16;
-/// Of an item: its [words](Item::words), its pages' blocks, and their forms.
+/// Bytes of an item: its [words](Item::words), its pages' blocks, and their forms.
 const SLOT_BYTES: u32 = 48;
 const _: () = assert!(STAGES < SLOTS / 2);
 
-/// The memory of a warp: stages, then queries, then items, then barriers.
+/// A warp's shared memory: stages, then queries, then items, then barriers.
 const QUERIES: u32 = STAGES * PIECE_BYTES;
 const ITEMS: u32 = QUERIES + PAIRS * HEAD_DIM * 2;
 const BARRIERS: u32 = ITEMS + SLOTS * SLOT_BYTES;
 const WARP_BYTES: u32 = (BARRIERS + 2 * STAGES * 8).next_multiple_of(128);
 /// Dynamic shared memory of a CTA.
 pub const SHARED_BYTES: u32 = WARPS * WARP_BYTES;
-// What a block of an H100 may have.
+// A block of an H100 has at most this much.
 const _: () = assert!(SHARED_BYTES <= 232_448);
 
-/// One phase, [`PhaseKind::Attend`](super::PhaseKind::Attend), of tiles of one row and at most
-/// [`BatchedStep::ATTEND_PAIRS`] query heads a key-value head. The grid is any, and the same in all layers of a step;
-/// [`assignments`](BatchedStep::assignments) are of [`BatchedStep::ATTEND_WARPS`] a CTA. Shared memory:
+/// Attention of one phase, [`PhaseKind::Attend`](super::PhaseKind::Attend), for tiles of one row and at most
+/// [`BatchedStep::ATTEND_PAIRS`] query heads a key-value head. The grid may have any size, but the same in all layers
+/// of a step. [`assignments`](BatchedStep::assignments) has [`BatchedStep::ATTEND_WARPS`] entries a CTA. Shared memory:
 /// [`BatchedStep::ATTEND_SHARED_BYTES`]. It may be launched early ([`dependent_launch`]).
 /// [`arrivals`](BatchedStep::arrivals) are zero before and after.
 #[kernel(threads = 256)]
@@ -112,50 +112,51 @@ pub unsafe fn attend_batch(p: BatchedStep) {
     }
 }
 
-/// What a warp knows all along.
+/// What stays the same for a warp over the whole launch.
 struct Warp<'a> {
     p: &'a BatchedStep,
     a: Attend,
     cache: Cache,
     group: Divisor,
     lane: u32,
-    /// Where its memory begins.
+    /// Where the warp's shared memory begins.
     start: u32,
-    /// Its items' numbers in the line begin here.
+    /// Number in the line of the warp's first item, and how many items follow.
     first: u32,
     count: u32,
 }
 
-/// Where a warp stands in its ring: the stage of the piece in hand, and what is copied next.
+/// A warp's position in its ring: the stage of the piece in hand, and the next copy.
 struct Stream {
     ring: Ring,
     /// The stage of the next copy.
     ahead: Ring,
-    /// Which of the warp's items, whether of its values, and which piece.
+    /// The next piece to copy: which of the warp's items, keys (0) or values (1), and which piece.
     item: u32,
     kind: u32,
     piece: u32,
 }
 
-/// The item that a warp has in hand.
+/// The item that a warp is working on.
 struct InHand {
     item: Item,
-    /// Where it is described.
+    /// The item's slot, where it was looked up.
     slot: Shared<u32>,
-    /// The tile of its first piece.
+    /// The tile, as the warp of its first piece has it.
     tile: Tile,
-    /// The key and the value of its row, if it is the one that has them.
+    /// The key and the value of its row, if this item has them.
     newest: [HeadVector; 2],
 }
 
-/// What has to be known of a piece.
+/// What a warp has to know of a piece.
 struct Piece {
-    /// Of its page.
+    /// The block of its page.
     block: u32,
     form: Form,
-    /// The last of its keys that was copied, or more: it stands for those beyond, whose weight is 0.
+    /// Number within the piece of the row's last key, or 32 if that lies behind the piece. It stands for the keys
+    /// beyond it, which were not copied and have weight 0.
     last: u32,
-    /// Whether that is the row's own, which has yet to come there.
+    /// Whether that is the row's own key, which was not in the cache when the piece was copied.
     has_newest: bool,
 }
 
@@ -164,7 +165,7 @@ impl InHand {
     ///
     /// # Safety
     /// `piece` is below the item's [pieces](Item::pieces).
-    #[inline(always)]
+    #[device]
     unsafe fn piece(&self, piece: u32) -> Piece {
         let page = piece as usize / 2;
         // SAFETY: the caller's word.
@@ -173,8 +174,8 @@ impl InHand {
         Piece { block, form, last, has_newest: self.item.is_fresh && last < WARP_KEYS }
     }
 
-    /// The tile as a warp of [`attend`](crate::attention::attend) has it that takes this piece.
-    #[inline(always)]
+    /// The tile, as that warp of [`attend`](crate::attention::attend) has it that takes this piece.
+    #[device]
     const fn tile(&self, piece: u32) -> Tile {
         Tile { warp_id: piece, ..self.tile }
     }
@@ -182,53 +183,55 @@ impl InHand {
 
 impl Item {
     /// The first key of a piece.
-    #[inline(always)]
+    #[device]
     const fn piece_key(&self, piece: u32) -> u32 {
         self.split * SPLIT + piece * WARP_KEYS
     }
 
-    /// Of its row and head.
-    #[inline(always)]
+    /// Number of splits of its row and head.
+    #[device]
     const fn splits(&self) -> u32 {
         self.last / SPLIT + 1
     }
 
-    /// Whether the warp has all of them, and each lane adds up its own: so few that each would have been another's.
-    #[inline(always)]
+    /// Whether each lane combines its own dimensions of the row by itself: if the warp has all splits of the row and
+    /// head, and few enough that [`combine_by_warp`] would add them one after another.
+    #[device]
     const fn is_own(&self) -> bool {
         self.is_whole && self.splits() <= OWN_SPLITS
     }
 
-    /// Its pieces.
-    #[inline(always)]
+    /// How many pieces it has.
+    #[device]
     fn pieces(&self) -> u32 {
         (self.last / WARP_KEYS + 1 - self.piece_key(0) / WARP_KEYS).min(PIECES as u32)
     }
 }
 
 impl Warp<'_> {
-    /// Where an item of the warp's is described.
+    /// The slot of the warp's item number `item`.
     ///
     /// # Safety
     /// The block has shared memory for the warp. The item is [looked up](Self::look_up) before the slot is read.
-    #[inline(always)]
+    #[device]
     unsafe fn slot(&self, item: u32) -> Shared<u32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.start + ITEMS + item % SLOTS * SLOT_BYTES) }
     }
 
-    /// `[pairs, 128]`.
-    #[inline(always)]
+    /// The queries, `[pairs, 128]`.
+    #[device]
     unsafe fn queries(&self) -> Shared<bf16> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(self.start + QUERIES) }
     }
 
-    /// Looks up so many items from the `from`-th on, one a lane.
+    /// Looks up `count` of the warp's items from number `from` on, one for each lane.
     ///
     /// # Safety
-    /// `count` is at most [`SLOTS`], and the items that lay there are done with. The warp's items are in the line.
-    #[inline(always)]
+    /// `count` is at most [`SLOTS`], and the items that lay in these slots are done with. The warp's items are in the
+    /// line.
+    #[device]
     unsafe fn look_up(&self, from: u32, count: u32) {
         let item = from + self.lane;
         if self.lane < count && item < self.count {
@@ -245,11 +248,11 @@ impl Warp<'_> {
         warp::sync_warp();
     }
 
-    /// All items, one after another.
+    /// Attends to all of the warp's items, one after another.
     ///
     /// # Safety
     /// The ring has this `shape`, is the warp's, and was made.
-    #[inline(always)]
+    #[device]
     unsafe fn attend(&self, shape: Shape) {
         // SAFETY: the caller's word.
         unsafe {
@@ -277,12 +280,12 @@ impl Warp<'_> {
         }
     }
 
-    /// Asks for the next piece, if there is one: its stage has been read.
+    /// Starts the copy of the next piece, if there is one. Its stage has been read.
     ///
     /// # Safety
-    /// All lanes of the warp call it, and have read what lay in the stage that comes next: their reading is fenced. The
+    /// All lanes of the warp call it, and have read what lay in the stage that comes next; these reads are fenced. The
     /// next piece's item was looked up.
-    #[inline(always)]
+    #[device]
     unsafe fn copy(&self, stream: &mut Stream) {
         if stream.item < self.count {
             // SAFETY: the caller's word.
@@ -316,7 +319,7 @@ impl Warp<'_> {
     ///
     /// # Safety
     /// All lanes have read the queries of the item before, and synchronised since.
-    #[inline(always)]
+    #[device]
     unsafe fn make_queries(&self, item: &Item) {
         // SAFETY: the caller's word.
         unsafe {
@@ -327,11 +330,11 @@ impl Warp<'_> {
         }
     }
 
-    /// The key and the value of an item's row.
+    /// Makes the key and the value of an item's row.
     ///
     /// # Safety
     /// `item` is the last split of its row.
-    #[inline(always)]
+    #[device]
     unsafe fn newest(&self, item: &Item) -> [HeadVector; 2] {
         // SAFETY: the caller's word.
         unsafe {
@@ -345,11 +348,12 @@ impl Warp<'_> {
         }
     }
 
-    /// Puts the row's own key (0) or value (1) into the piece that lacks it, and into the cache.
+    /// Writes the row's own key (`kind` 0) or value (1) to the piece that lacks it, and to the cache.
     ///
     /// # Safety
-    /// `kind` is 0 or 1; the `stage` has the piece with the row's own, and was waited for; `block` is its page's.
-    #[inline(always)]
+    /// `kind` is 0 or 1. The `stage` has the piece with the row's own key or value, and was waited for; `block` is the
+    /// block of its page.
+    #[device]
     unsafe fn put_newest(&self, of: &InHand, kind: usize, block: u32, stage: &Ring) {
         let (vector, position) = (of.newest[kind], of.item.last);
         // SAFETY: the caller's word.
@@ -362,11 +366,11 @@ impl Warp<'_> {
         }
     }
 
-    /// What an item's keys and values give, to where it belongs.
+    /// Computes an item's attention, and leaves the result or the split's part.
     ///
     /// # Safety
-    /// `number` is the item's. It is the next in the stream, and the queries of its row are there.
-    #[inline(always)]
+    /// `number` is the item's. Its pieces are the next in the stream, and the queries of its row are there.
+    #[device]
     unsafe fn find(&self, number: u32, item: Item, stream: &mut Stream) {
         // SAFETY: the caller's word.
         unsafe {
@@ -385,11 +389,11 @@ impl Warp<'_> {
         }
     }
 
-    /// What each piece's values are weighed by.
+    /// Reads the item's keys, and computes the weights of each piece's values.
     ///
     /// # Safety
     /// The item's keys are the next in the stream.
-    #[inline(always)]
+    #[device]
     unsafe fn weigh_keys(&self, of: &InHand, stream: &mut Stream) -> [SoftmaxWeights; PIECES] {
         // SAFETY: the caller's word.
         unsafe {
@@ -427,12 +431,12 @@ impl Warp<'_> {
         }
     }
 
-    /// The values, so weighed, where `top` is the largest score of all: a lane's sums of dimensions `8n + 2t` and one
-    /// on, and their normaliser.
+    /// Reads the item's values and adds them up by their weights. `top` is the largest score of all pieces. Returns the
+    /// lane's sums of dimensions `8n + 2t` and `8n + 2t + 1`, and their normaliser.
     ///
     /// # Safety
     /// The item's values are the next in the stream, and `weights` are those of its keys.
-    #[inline(always)]
+    #[device]
     unsafe fn add_values(
         &self,
         of: &InHand,
@@ -477,11 +481,11 @@ impl Warp<'_> {
         }
     }
 
-    /// The stage has been read: the next piece may come there.
+    /// Goes on to the next stage, and starts a copy into this one, which has been read.
     ///
     /// # Safety
     /// All lanes of the warp have read the stage.
-    #[inline(always)]
+    #[device]
     unsafe fn next(&self, stream: &mut Stream) {
         // SAFETY: the caller's word.
         unsafe {
@@ -492,19 +496,19 @@ impl Warp<'_> {
         }
     }
 
-    /// Leaves what a lane has of an item: the result, where the warp has all splits; the split's part, where another
-    /// follows or somebody else has one.
+    /// Writes what a lane has of an item: the result, if the lane combines the row by itself and this is its last
+    /// split; otherwise the split's part.
     ///
     /// # Safety
-    /// `sums` and the two scales are what the lane found of the whole item.
-    #[inline(always)]
+    /// `sums` and the two scales are what the lane found for the whole item.
+    #[device]
     unsafe fn leave(&self, item: &Item, tile: &Tile, mut sums: [[f32; 2]; 16], [top, norm]: [f32; 2]) {
         let (pair, t) = (self.lane / 4, self.lane % 4);
         if pair < self.group.value {
             let (a, place, splits) = (&self.a, tile.place(&self.a, pair), item.splits());
             // SAFETY: the caller's word.
             unsafe {
-                // What pieces that are not there would have added: a zero, which counts only beside a negative one.
+                // Missing pieces would have added a zero. That changes a sum only if it is -0.
                 unroll!(N < 16; {
                     sums[N] = sums[N].map(|sum| sum + 0.0);
                 });
@@ -526,13 +530,12 @@ impl Warp<'_> {
         }
     }
 
-    /// What [`combine_by_warp`] makes of a row's splits, eight at most, of which the lane left all but the last: it
-    /// reads its own sums again, and their scale, which the first of the pair's lanes left; the warp has synchronised
-    /// since.
+    /// Combines a row's splits, eight at most, with the bits of [`combine_by_warp`]. The lane has left all splits but
+    /// the last in memory. It reads its own sums back, and their scales, which the first of the pair's lanes left.
     ///
     /// # Safety
     /// The lane left all splits before the item's, and the warp has synchronised since.
-    #[inline(always)]
+    #[device]
     unsafe fn combine_own(
         &self,
         item: &Item,
@@ -572,16 +575,16 @@ impl Warp<'_> {
         (sums, norm)
     }
 
-    /// After the last split of a row and head that the warp has, beside others or too many: combines them, if all are
-    /// there now.
+    /// Combines a row and head, after the warp's last split of it, if all splits are in memory now. Called where other
+    /// warps have splits too, or where there are too many for `combine_own`.
     ///
     /// # Safety
     /// The item is the warp's last of its row and head, and all lanes have left what they found.
-    #[inline(always)]
+    #[device]
     unsafe fn combine(&self, item: &Item) {
         // SAFETY: the caller's word.
         unsafe {
-            // Other lanes' parts are read, and told of.
+            // The warp reads other lanes' parts below, and tells other warps of them.
             warp::sync_warp();
             let (a, group, splits) = (&self.a, self.group.value, item.splits());
             let place = (item.first_row * a.q_heads + item.kv_head * group) as usize;
@@ -598,9 +601,9 @@ impl Warp<'_> {
     }
 }
 
-/// Moves all one down, and puts the next behind them: so none is looked for by a number that is not known when this is
-/// compiled.
-#[inline(always)]
+/// Moves all elements one place down, and puts `next` behind them. So no element has an index that is unknown at
+/// compile time, and all stay in registers.
+#[device]
 fn push(all: &mut [SoftmaxWeights; PIECES], next: SoftmaxWeights) {
     unroll!(W < 7; {
         all[W] = all[W + 1];

@@ -1,32 +1,32 @@
 //! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed
 //! through shared memory.
 //!
-//! An *item* is what a block of [`attend`](crate::attention::attend) does: a tile of rows of one sequence, a key-value
-//! head, a split of 256 keys. A block takes its [items](super::tile_scheduler) in turn, and a page is released as soon
-//! as its two warps have used it. The ends of contexts make small items, which take warps longer than memory; they have
-//! large ones between them.
+//! An *item* is the work of one block of [`attend`](crate::attention::attend): a tile of rows of one sequence, a
+//! key-value head, a split of 256 keys. A block takes its [items](super::tile_scheduler) in turn, and releases a page
+//! as soon as the page's two warps have used it. The ends of contexts make small items, which cost the warps more time
+//! than memory. Large items lie between them.
 //!
 //! # Queries, keys and values of a step
-//! They are made from what the projection left where they are wanted: an item's queries, and the key of its last row,
-//! by the warp that describes it. The warp that has a new key among its own puts it and its value into their pages in
-//! shared memory. So pages are asked for without waiting for anybody, and the cache gets keys and values when attention
-//! is over.
+//! Queries, keys and values are made from the projection's output where they are needed. The warp that describes an
+//! item makes its queries, and the key of its last row. The warp that has a new key among its own puts the key and its
+//! value into their pages in shared memory. So pages are loaded without waiting for anybody. Keys and values are
+//! written to the cache when attention is over.
 //!
 //! # Combining
 //! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and
-//! combines them at once. Sums that have no room there, or that come from several blocks, go to memory: each counts
-//! what it has put there, and who finds that this was the last of it combines them. Nobody waits.
+//! combines them at once. Sums that have no room there, or that come from several blocks, go to memory. Each block
+//! counts the splits that it has put there, and the block that finds all of them counted combines them. Nobody waits.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, and `phase` one of attention. All lanes of the warps that are named call what is
 //! unsafe here: the one that loads pages, the one that describes items, or the eight consumers, which synchronise. All
-//! three have the same items in the same order. What a producer puts into a stage it has waited for; consumers read a
-//! stage when they have, and release it once: a page its two warps for all. An item's rows are the step's, its pages
-//! are in the tables, and nobody writes these pages before all blocks are done with the phase.
+//! three have the same items in the same order. A producer waits for a stage before it fills it. Consumers wait for a
+//! stage before they read it, and release it once; a page's two warps release it for all. An item's rows are the
+//! step's, its pages are in the tables, and nobody writes these pages before all blocks are done with the phase.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, bf16, bulk, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, device, thread, warp};
 
 use super::newest::Newest;
 use super::{ALL, BatchedStep, CONSUMERS, Memory, Phase, Rings, WARPS};
@@ -40,27 +40,28 @@ use crate::qkv::{Factors, Weight};
 use crate::ring::{Ring, Shape};
 
 const QUERY: u32 = HEAD_DIM * 2;
-/// A page of a head's keys, or of its values.
+/// Bytes of a page of a head's keys, or of its values.
 const PAGE_BYTES: u32 = PAGE_TOKENS * QUERY;
-/// Of an item's page, beside its [index](Cache::block_index): whether it was [packed](BatchedStep::packed).
+/// A flag of an item's page beside its [index](Cache::block_index): the page is [packed](BatchedStep::packed).
 pub const PACKED: u32 = 1 << 31;
-/// Where in a stage of the items' ring one is described: behind its queries.
+/// Where a stage of the items' ring has the item's description: behind its queries.
 const DESCRIPTION: u32 = PAIRS * QUERY;
 
-/// Behind that, how its pages lie.
+/// Where it has the forms of the item's pages: behind the description.
 const FORMS: u32 = DESCRIPTION + 16;
 
-/// Behind these, in what is left of every stage: a split's sums for a pair, their maximum and normaliser.
+/// Where its room for *parts* begins: behind the forms, to the end of the stage. A part is the sums of a split for a
+/// pair, with their maximum and normaliser.
 const PART: u32 = FORMS + 16;
-/// 8 bytes more than that takes, for accesses to 16.
+/// Bytes of a part: 8 more than it needs, so that accesses of 16 bytes are aligned.
 const PART_BYTES: u32 = HEAD_DIM * 4 + 16;
 
-/// In a stage.
+/// Parts that a stage has room for.
 const fn parts_of(ring: Shape) -> u32 {
     (ring.bytes - PART) / PART_BYTES
 }
 
-/// How many have room.
+/// Parts that the ring has room for.
 pub const fn parts<const ROWS: u32>() -> u32 {
     parts_of(Memory::<ROWS>::ITEM_RING) * Memory::<ROWS>::ITEM_RING.stages
 }
@@ -76,28 +77,28 @@ pub struct Item {
     /// The first split of the tile and head that this block has.
     pub first_split: u32,
     pub first_row: u32,
-    /// None: the end.
+    /// Number of rows; 0 marks the end of the items.
     pub rows: u32,
-    /// Rows before them of the same sequence.
+    /// Rows of this step before them, of the same sequence.
     pub rows_before: u32,
     /// The position of the tile's last row.
     pub last: u32,
-    /// Whether its sums stay in shared memory: then the block has all splits of the tile and head.
+    /// Whether its sums stay in shared memory. Then the block has all splits of the tile and head.
     pub on_chip: bool,
-    /// Whether the block has all of them.
+    /// Whether the block has all splits of the tile and head.
     pub is_whole: bool,
-    /// Whether the block has no further split of a tile and head with several.
+    /// Whether this is the block's last split of a tile and head that has several splits.
     pub is_last: bool,
-    /// Whether this step adds to its keys.
+    /// Whether this step adds to the item's keys.
     pub is_fresh: bool,
 }
 
 impl Item {
-    /// No more.
+    /// The words that mark the end of the items.
     const END: [u32; 4] = [0; 4];
 
     /// As four words.
-    #[inline(always)]
+    #[device]
     pub const fn words(&self) -> [u32; 4] {
         let flags = (self.on_chip as u32) << 24
             | (self.is_last as u32) << 25
@@ -108,7 +109,7 @@ impl Item {
     }
 
     /// From its [words](Self::words).
-    #[inline(always)]
+    #[device]
     pub const fn new([head, splits, rows, last]: [u32; 4]) -> Self {
         Self {
             kv_head: head & 0xff_ffff,
@@ -125,11 +126,11 @@ impl Item {
         }
     }
 
-    /// Where one of its rows stands: of the last, and so of a single one, it is known.
+    /// The position of one of its rows. That of the last row, and so of a single one, needs no load.
     ///
     /// # Safety
     /// The row is one of the item's.
-    #[inline(always)]
+    #[device]
     pub unsafe fn position(&self, p: &BatchedStep, row: u32) -> u32 {
         if row + 1 == self.first_row + self.rows {
             self.last
@@ -140,31 +141,32 @@ impl Item {
     }
 
     /// Whether the key of its last row comes with its queries.
-    #[inline(always)]
+    #[device]
     pub const fn brings_key(&self, group: u32) -> bool {
         self.last / SPLIT == self.split && self.rows * group < PAIRS
     }
 
-    /// The first of its pages among its sequence's.
-    #[inline(always)]
+    /// Number of its first page among its sequence's pages.
+    #[device]
     pub const fn first_page(&self) -> u32 {
         self.split * (SPLIT / PAGE_TOKENS)
     }
 
-    /// Its pages.
-    #[inline(always)]
+    /// How many pages it has.
+    #[device]
     pub fn pages(&self) -> u32 {
         (self.last / PAGE_TOKENS + 1 - self.first_page()).min(SPLIT / PAGE_TOKENS)
     }
 }
 
-/// One lane loads an item's pages, keys first, as far as there are any, the `i`-th beside `under_way(i)` at most;
-/// `blocks` are their [indices](Cache::block_index), with [`PACKED`]. All keep count.
+/// One lane loads an item's existing pages, keys first. Before the `i`-th copy it waits until at most `under_way(i)`
+/// are under way. `blocks` are the pages' [indices](Cache::block_index), with [`PACKED`]. All lanes return the ring's
+/// next position.
 ///
 /// # Safety
 /// All lanes of the warp that loads pages call it. `blocks` are those of the item's pages in `cache`, with [`PACKED`]
-/// for those that are; `under_way` gives numbers from 1 to the ring's stages.
-#[inline(always)]
+/// for pages that are packed; `under_way` gives numbers from 1 to the ring's stages.
+#[device]
 pub unsafe fn load_pages(
     cache: &Cache,
     ring: Ring,
@@ -203,19 +205,19 @@ pub unsafe fn load_pages(
 /// Queries that a warp makes at a time.
 const TOGETHER: usize = 4;
 
-/// A warp makes the queries of a row for a key-value head, `[group, 128]`, from what the projection left.
+/// A warp makes the queries of a row for a key-value head, `[group, 128]`, from the projection's output.
 ///
 /// # Safety
 /// All lanes of a warp call it. The projection's results were waited for; `row` and `kv_head` are below their numbers.
 /// From `to` on there is room in shared memory, which nobody else uses before the warp has synchronised.
-#[inline(always)]
+#[device]
 pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_head: u32, to: Shared<bf16>) {
     // SAFETY: the caller's word.
     unsafe {
         let (group, heads) = (p.work.group(), p.work.heads());
         let mut first = 0;
         while first < group {
-            // Beyond the last, the last again.
+            // Numbers beyond the last head take the last one.
             let head = |i: u32| kv_head * group + (first + i).min(group - 1);
             let x = [0, 1, 2, 3].map(|i| heads.load(row, head(i)));
             unroll!(H < 2; {
@@ -234,14 +236,14 @@ pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_h
     }
 }
 
-/// A warp describes an item to the consumers and makes its queries from what the projection left, and behind them the
-/// key of its last row, if the split has it and the stage has room. `weight` is a lane's part of the norm of queries,
-/// `forms` are those of the item's pages.
+/// A warp describes an item to the consumers, and makes its queries from the projection's output. Behind them it puts
+/// the key of the item's last row, if the split has that key and the stage has room. `weight` is a lane's part of the
+/// weights of the queries' norm; `forms` are those of the item's pages.
 ///
 /// # Safety
 /// All lanes of the warp that describes items call it, when all blocks have shown the projection's results. `ring` is
 /// that of items, at the next stage, and from `forms` on are four words.
-#[inline(always)]
+#[device]
 pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
     // SAFETY: the caller's word.
     unsafe {
@@ -275,11 +277,11 @@ pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &R
     }
 }
 
-/// An item's words, and how its pages lie in a phase's layer.
+/// An item's words, and the forms of its pages in the phase's layer.
 ///
 /// # Safety
 /// The words and pages are those of one of the step's items.
-#[inline(always)]
+#[device]
 pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
     // SAFETY: the caller's word.
     unsafe {
@@ -293,7 +295,7 @@ pub unsafe fn find_forms(p: &BatchedStep, phase: u32, [words, pages]: [[u32; 4];
 ///
 /// # Safety
 /// All lanes of the warp that describes items call it, behind the phase's last item.
-#[inline(always)]
+#[device]
 pub unsafe fn send_end(ring: &Ring) {
     // SAFETY: the caller's word.
     unsafe {
@@ -305,23 +307,23 @@ pub unsafe fn send_end(ring: &Ring) {
     }
 }
 
-/// A warp releases a page. The others have no use for it: its two warps do it for all.
+/// A warp releases a page's stage. The other warps do not read it: the page's two warps release it for all eight.
 ///
 /// # Safety
 /// All lanes of the warp call it, which is one of the page's two, and reads the stage no more.
-#[inline(always)]
+#[device]
 unsafe fn release(stage: &Ring, lane: u32) {
     // SAFETY: the caller's word.
     unsafe { stage.release(lane < WARPS / 2) };
 }
 
-/// What a warp finds in a packed page whose keys are there. Either half is in registers at once, and its stage free:
-/// how long it is not counts more than what is done with it.
+/// What a warp's attention finds in a packed page whose keys are there. The warp loads either half to registers at once
+/// and releases its stage: how long a stage is occupied matters more than the work on it.
 ///
 /// # Safety
-/// All lanes of a warp call it that has keys in the page. It is packed, with this `form`; the keys' stage was waited
-/// for, and both are yet to be released. `query` gives words of the item's queries.
-#[inline(always)]
+/// All lanes of a warp call it that has keys in the page. The page is packed, with this `form`; the keys' stage was
+/// waited for, and both stages are yet to be released. `query` gives words of the item's queries.
+#[device]
 unsafe fn find_in_packed(
     a: &Attend,
     tile: &Tile,
@@ -344,12 +346,12 @@ unsafe fn find_in_packed(
     }
 }
 
-/// The same in a page as it was written, perhaps in this step. (Written once for both, this and that, attention takes
-/// longer: the compiler keeps branches apart.)
+/// As [`find_in_packed`], in a page as it was written, perhaps in this step. A single function for both kinds of pages
+/// would be slower: the compiler keeps branches apart.
 ///
 /// # Safety
 /// As for [`find_in_packed`], of a page that is not packed. `newest` is of the same item and keys.
-#[inline(always)]
+#[device]
 #[expect(clippy::too_many_arguments, reason = "a part of one function")]
 unsafe fn find_in_plain(
     p: &BatchedStep,
@@ -366,7 +368,7 @@ unsafe fn find_in_plain(
         let (lane, first_key) = (tile.lane, tile.first_key());
         let token = first_key % PAGE_TOKENS;
         let (first, has_keys) = (token * QUERY, first_key <= item.last);
-        // Those beyond the last were not loaded: the last instead, whose weight there is 0.
+        // Tokens beyond the last were not loaded. The last token stands for them, with weight 0.
         let last = item.last - first_key.min(item.last);
         let bring_rest = |kind: u32, stage: Ring| {
             if let Some(block) = form.beyond()
@@ -406,16 +408,16 @@ unsafe fn find_in_plain(
     }
 }
 
-/// The consumers' part of a phase: one item after another.
+/// The consumers' role in a phase: they take one item after another.
 ///
 /// # Safety
 /// All consumers of every block call it, for the same phase, when all blocks have done those before. `rings` are where
 /// the phase's first page and item come.
-#[inline(always)]
+#[device]
 pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rings: &mut Rings) {
     // SAFETY: the caller's word.
     unsafe {
-        // Kept: found where it is wanted, it would be waited for.
+        // Loaded once and kept: loaded where it is needed, it would be waited for.
         let weight = Factors::load_weight(field!(phase, key_norm: Global<bf16>));
         let a = &p.work.attend();
         let group = Divisor::new(p.work.group());
@@ -425,7 +427,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
             let stage = rings.items.stage_buffer();
             let item = Item::new(stage.at(DESCRIPTION as usize).cast::<u32>().load16(0));
             if item.rows == 0 {
-                // After that activations may come where all warps have reduced, and where sums were kept.
+                // After this release, activations may come where warps have reduced, and where sums were kept.
                 rings.items.release(lane == 0);
                 rings.items = rings.items.ahead(1);
                 return;
@@ -470,7 +472,7 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
                 }
             };
             let at = (Memory::<ROWS>::SCRATCH, ALL);
-            // The newest row alone, as a rule.
+            // Mostly it is the newest row alone.
             if here.pairs <= QUARTER {
                 reduce_few(a, &here, &found, position, put, keep, at);
                 thread::sync_named(ALL, CONSUMERS);
@@ -484,11 +486,11 @@ pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rin
     }
 }
 
-/// Where a split's sums for a pair of the tile are in shared memory.
+/// Where shared memory has a split's sums for a pair of the tile.
 ///
 /// # Safety
 /// `pair` is one of the tile's; the item [stays on chip](Item::on_chip), and has the split.
-#[inline(always)]
+#[device]
 unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f32> {
     let ring = Memory::<ROWS>::ITEM_RING;
     let number = split * tile.pairs + pair;
@@ -498,13 +500,13 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
     unsafe { shared::dynamic(ring.start + stage * ring.bytes + PART + within * PART_BYTES) }
 }
 
-/// After the last split of a tile and head that this block has: combines the splits of the pairs that have all theirs
-/// there now, a warp a pair. All warps of the block have written what they know.
+/// Combines splits, after the last one that this block has of a tile and head: for those pairs of which all splits are
+/// there now, a warp for each pair. All warps of the block have written their sums.
 ///
 /// # Safety
 /// All consumers call it, for an item that is the last of a run that the block has; all have synchronised since sums
 /// were kept, and synchronise again before others are kept there.
-#[inline(always)]
+#[device]
 unsafe fn finish<const ROWS: u32>(
     p: &BatchedStep,
     a: &Attend,
@@ -513,7 +515,7 @@ unsafe fn finish<const ROWS: u32>(
     position: impl Fn(u32) -> u32,
 ) {
     let lane = thread::opaque(thread::lane_id());
-    // The pages of the upper warps come later: they have more time than the others.
+    // The first pairs go to the upper warps: their pages of the next item arrive later, so they have more time.
     let mut pair = thread::opaque(thread::warp_id()) ^ (WARPS / 2);
     while pair < tile.pairs {
         // SAFETY: the caller's word.
@@ -522,7 +524,7 @@ unsafe fn finish<const ROWS: u32>(
             let place = tile.place(a, pair);
             let put = |d, word| a.put::<true>(place, d, word);
             if splits == 1 {
-                // It was done with its first.
+                // Its first split gave the result.
             } else if item.on_chip {
                 let part = |s| part::<ROWS>(tile, pair, s);
                 let scale = |s| part(s).cast().load(HEAD_DIM as usize / 2);
@@ -536,14 +538,14 @@ unsafe fn finish<const ROWS: u32>(
     }
 }
 
-/// A warp counts those of a pair's `splits` that this block has put into memory: whether all are there now.
+/// A warp counts those of a pair's `splits` that this block has put into memory. Returns whether all are there now.
 ///
 /// # Safety
 /// All lanes of a warp call it, once for a pair and what its block, or of [`attend_batch`](super::attend_batch) the
 /// warp, has of it. All of that is in memory, for this warp to see. `counter` is zero when the phase begins.
-#[inline(always)]
+#[device]
 pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
-    // A later row of the tile may have more of them.
+    // A later row of the tile may have more splits.
     let own = (item.split + 1).min(splits).saturating_sub(item.first_split);
     let mut count = own;
     if own > 0 && own < splits {
@@ -552,12 +554,12 @@ pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bo
             unsafe {
                 count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
                 if count == splits {
-                    // For the next layer, which begins when all have synchronised.
+                    // Zero for the next layer, which begins when all blocks have synchronised.
                     counter.store(0, 0);
                 }
             }
         }
-        // What lane 0 saw the others see behind this.
+        // After this, all lanes see what lane 0 saw.
         warp::sync_warp();
         count = warp::shuffle_idx(count, 0);
     }

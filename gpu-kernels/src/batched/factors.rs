@@ -1,31 +1,31 @@
-//! The norm factors of the rows: each is found once in the grid, by a warp for a row, and goes to every block as a word
-//! of 8 bytes: the factor, and a sequence flag that no word at its place had before in this step. As in the [decode
+//! The norm factors of the rows. One warp of the grid computes each row's factor. It goes to every block as a word of 8
+//! bytes: the factor, and a sequence flag that no word at its place had before in this step. As in the [decode
 //! kernel](crate::decode)'s exchange, a warp that needs a word reads it until it has the sequence flag.
 //!
-//! No word is overwritten too early: the consumers of every block have the factors of a product before they end its
-//! phase, and the next ones are found behind the grid barrier.
+//! No word is overwritten too early: the consumers of every block have a GEMM's factors before they end its phase, and
+//! the next factors are computed behind the grid barrier.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the block's two helping warps call what is unsafe here, for each
-//! product that wants factors, and those of every other block do. The consumers read factors when they have waited for
-//! both warps, and have done with them before the block ends the phase.
+//! GEMM that wants factors, and those of every other block do. The consumers read factors when they have waited for
+//! both warps, and are done with them before the block ends the phase.
 
-use cuda_std::{shared, thread, warp};
+use cuda_std::{device, shared, thread, warp};
 
 use super::phases::{GemmPhase, Unit};
 use super::{BatchedStep, MAX_BATCHED_ROWS, Memory};
 use crate::exchange::Words;
 
-/// Warps of a block that do this.
+/// Helping warps of a block, which share this work.
 pub const WARPS: u32 = 2;
-/// Words that a lane asks for.
+/// Words that a lane reads.
 const WORDS: usize = (MAX_BATCHED_ROWS / (WARPS * 32)) as usize;
 
-/// Which tiles of rows the block's units are of, a bit each.
+/// The tiles of rows that the block's units have, as a bit mask.
 ///
 /// # Safety
 /// `gemm` is one of the launch's, with at most 32 tiles of rows.
-#[inline(always)]
+#[device]
 pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
     let (mut wanted, mut unit) = (0, thread::block_idx_x());
     while let Some(Unit { row, .. }) = gemm.unit(unit, ROWS) {
@@ -35,19 +35,20 @@ pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
     wanted
 }
 
-/// Finds the factors that fall to this warp, and fetches its half of those that the block wants into shared memory. All
-/// blocks have done the phases before `phase`.
+/// Computes the factors of this warp's rows. Then fetches its half of the factors that the block wants into shared
+/// memory. All blocks have done the phases before `phase`.
 ///
 /// # Safety
-/// All lanes of both warps call it, `which` is 0 for one and 1 for the other. All blocks have done the phases before,
-/// and the warp has waited for that; so rows' squares are there, and nobody reads the factors before these any more.
-#[inline(always)]
+/// All lanes of both warps call it; `which` is 0 for one and 1 for the other. All blocks have done the phases before,
+/// and the warp has waited for that; so the rows' squares are there, and nobody reads the factors before these any
+/// more.
+#[device]
 pub unsafe fn share<const ROWS: u32>(p: &BatchedStep, phase: u32, wanted: u32, which: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let words = Words::at(p.factor_words(), MAX_BATCHED_ROWS, phase + 1);
         let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
-        // Loaded here: kept over the phases, a step of 256 rows takes a third of a percent longer.
+        // Loaded here: kept over the phases, it would take registers.
         let count = p.work.rows.count.load(0).min(MAX_BATCHED_ROWS);
         let mut row = thread::block_idx_x() + which * grid;
         while row < count {

@@ -1,33 +1,34 @@
-//! A split-K partial of a unit of the batched kernel's GEMMs: for each [kind of format](MainLoop) a loop over its
-//! stages, from the rings into the upper accumulators.
+//! Multiplies one split-K partial of a unit of the batched kernel's GEMMs. Each [kind of format](MainLoop) has a loop
+//! that takes the stages from the rings and leaves the sums in the upper accumulators.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
-//! order: products are a warpgroup's together, and both take the same stages. The rings are where the phase's next
-//! stages begin, which the producers fill in the order of the block's units. All lanes have declared the accumulators;
-//! between what begins products and what waits for them nobody else uses these or the registers of fragments that are
-//! read. Who begins products has waited for their stages, and releases them when they are done.
+//! order: a warpgroup issues MMAs together, and both warpgroups take the same stages. The rings are where the phase's
+//! next stages begin, which the producers fill in the order of the block's units. All lanes have declared the
+//! accumulators. Between what begins MMAs and what waits for them, nobody else uses the accumulators or the registers
+//! of fragments that the MMAs read. Whoever begins MMAs has waited for their stages, and releases these when the MMAs
+//! are done.
 
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, bf16, thread};
+use cuda_std::{Global, bf16, device, thread};
 
 use super::{BatchedStep, GROUP, Phase, Rings, WEIGHT_BYTES};
 use crate::ring::Ring;
 use crate::stream::STEP_BYTES;
 use crate::weights::{BatchedFormat, CodedFormat, LoadedFormat, PairedFormat, Plain, WeightFragments, put_fragments};
 
-/// A split-K partial that is to be multiplied.
+/// A split-K partial to multiply.
 pub(crate) struct KPartial {
     number: u32,
-    /// Stages of the rings.
+    /// Its stages in each of the two rings.
     depth: u32,
-    /// Whether its weights are [plain](Phase::plain) in a kernel that reads codes.
+    /// Whether its weights are [bf16](Phase::plain) although the kernel reads codes.
     is_plain: bool,
 }
 
 impl KPartial {
-    /// Of a phase.
-    #[inline(always)]
+    /// Split-K partial `number` of a phase, with `depth` stages.
+    #[device]
     pub unsafe fn new<F: BatchedFormat>(phase: Global<Phase>, number: u32, depth: u32) -> Self {
         // SAFETY: the caller's word.
         let is_plain = F::OTHER_HEAD && unsafe { !field!(phase, plain: Global<bf16>).is_null() };
@@ -35,14 +36,14 @@ impl KPartial {
     }
 }
 
-/// A split-K partial, into the upper accumulators.
+/// Multiplies a split-K partial, into the upper accumulators.
 ///
 /// # Safety
 /// The rings' next stages are those of this split-K partial.
-#[inline(always)]
+#[device]
 pub unsafe fn multiply<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial) {
     if of.depth == 0 {
-        // A matrix with fewer slices than split-K indices.
+        // The matrix has fewer slices than there are split-K indices.
         unroll!(J < TILES of 16; {
             accumulators!(64 + 4 * J, [0.0; 4]);
         });
@@ -52,20 +53,21 @@ pub unsafe fn multiply<F: BatchedFormat, const TILES: usize>(p: &BatchedStep, ri
     }
 }
 
-/// How a split-K partial is multiplied with weights of a format.
+/// The main loop of a weight format.
 pub(crate) trait MainLoop<F> {
-    /// Multiplies it, into the upper accumulators of `TILES` times 8 rows.
+    /// Multiplies a split-K partial, into the upper accumulators of `TILES` times 8 rows.
     ///
     /// # Safety
     /// The rings' next stages are those of this split-K partial, at least one. `lane` is the lane's number.
     unsafe fn multiply<const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial, lane: u32);
 }
 
-/// Of bf16. With 64 rows a tile they go through registers, with more they are multiplied where they are.
+/// The main loop of bf16 weights. With 64 rows a tile they go through registers; with more, `wgmma` reads them from
+/// shared memory.
 pub(crate) struct OfPlain;
 
 impl MainLoop<Plain> for OfPlain {
-    #[inline(always)]
+    #[device]
     unsafe fn multiply<const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -78,22 +80,22 @@ impl MainLoop<Plain> for OfPlain {
     }
 }
 
-/// Of weights that take long to unpack: two stages at a time.
+/// The main loop of weights that take long to unpack: two stages at a time.
 pub(crate) struct InPairs;
 
 impl<F: PairedFormat> MainLoop<F> for InPairs {
-    #[inline(always)]
+    #[device]
     unsafe fn multiply<const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial, lane: u32) {
         // SAFETY: the caller's word.
         unsafe { multiply_pairs::<F, TILES>(p, rings, of, lane) }
     }
 }
 
-/// Of codes, and of the plain head beside them.
+/// The main loop of codes, and of the bf16 head beside them.
 pub(crate) struct OfCodes;
 
 impl<F: CodedFormat> MainLoop<F> for OfCodes {
-    #[inline(always)]
+    #[device]
     unsafe fn multiply<const TILES: usize>(p: &BatchedStep, rings: &mut Rings, of: &KPartial, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -106,14 +108,14 @@ impl<F: CodedFormat> MainLoop<F> for OfCodes {
     }
 }
 
-// Of all, the first stage apart: that it does not add to what was in the accumulators is a constant then, and the
-// assembler knows that what comes between split-K partials has their registers.
+// In all loops the first stage is separate, so that overwriting the accumulators is a constant. The assembler then
+// knows that their old contents are dead, and gives their registers to the work between split-K partials.
 
-/// With 96 or 128 rows a tile: weights from shared memory, the GEMMs of two stages under way.
+/// With 96 or 128 rows a tile: `wgmma` reads weights from shared memory, and the MMAs of two stages are under way.
 ///
 /// # Safety
 /// `depth` is at least 1.
-#[inline(always)]
+#[device]
 unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lane: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -133,13 +135,13 @@ unsafe fn multiply_shared<const TILES: usize>(rings: &mut Rings, depth: u32, lan
     }
 }
 
-/// With 64 rows a tile, and of the plain head beside codes: weights through registers, so that their stages are
-/// released before they are multiplied. Fragments are loaded into one half of their registers while GEMMs read the
-/// other.
+/// With 64 rows a tile, and for the bf16 head beside codes: weights go through registers, so that their stages are
+/// released before they are multiplied. Fragments are loaded into one half of their registers while MMAs read the other
+/// half.
 ///
 /// # Safety
-/// The split-K partial has a stage at least.
-#[inline(always)]
+/// The split-K partial has at least one stage.
+#[device]
 unsafe fn multiply_loaded<F: LoadedFormat, const TILES: usize>(
     p: &BatchedStep,
     rings: &mut Rings,
@@ -172,22 +174,22 @@ unsafe fn multiply_loaded<F: LoadedFormat, const TILES: usize>(
     }
 }
 
-/// Of codes: those of the next stage are loaded while the MMAs of this one are issued.
+/// For codes: the next stage's codes are loaded while the MMAs of this stage are issued.
 ///
 /// # Safety
-/// The split-K partial has a stage at least.
-#[inline(always)]
+/// The split-K partial has at least one stage.
+#[device]
 unsafe fn multiply_coded<F: CodedFormat, const TILES: usize>(rings: &mut Rings, of: &KPartial, lane: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let Rings { ring, rows, .. } = rings;
         ring.wait_full();
         let mut codes = F::load_codes(ring.stage_buffer(), of.number, lane);
-        // Of a stage, but for the last one. What is the first one's alone is a constant of each call.
+        // A stage, but not the last. Whether it is the first is a constant in each call.
         macro_rules! multiply {
             ($first:literal, $keep:literal) => {{
                 let (next, ahead) = (ring.ahead(1), if $keep { rows.ahead(1) } else { *rows });
-                // Asked before they are needed, since an answer takes its time.
+                // Polled before they are needed, to hide the latency of the answers.
                 let (has_next, has_rows) = (next.is_full(), ahead.is_full());
                 release_codes::<F, $first>(codes, ring, lane);
                 if $keep {
@@ -237,11 +239,11 @@ unsafe fn multiply_coded<F: CodedFormat, const TILES: usize>(rings: &mut Rings, 
     }
 }
 
-/// Puts the fragments of a stage's codes into the registers of four steps from `FIRST` on, and releases the stage.
+/// Decodes a stage's codes into the fragment registers of four steps from `FIRST` on, and releases the stage.
 ///
 /// # Safety
 /// As for [`load_weights`]; the codes are those of the ring's stage.
-#[inline(always)]
+#[device]
 unsafe fn release_codes<F: CodedFormat, const FIRST: usize>(codes: F::Codes, ring: &mut Ring, lane: u32) {
     F::put_codes::<FIRST>(codes);
     // SAFETY: the caller's word.
@@ -249,8 +251,9 @@ unsafe fn release_codes<F: CodedFormat, const FIRST: usize>(codes: F::Codes, rin
     *ring = ring.ahead(1);
 }
 
-/// Of weights that take long to unpack: the fragments of two stages at once, while GEMMs read those before.
-#[inline(always)]
+/// For weights that take long to unpack: fragments of two stages are unpacked at once, while MMAs read those of the two
+/// stages before.
+#[device]
 unsafe fn multiply_pairs<F: PairedFormat, const TILES: usize>(
     p: &BatchedStep,
     rings: &mut Rings,
@@ -300,12 +303,12 @@ unsafe fn multiply_pairs<F: PairedFormat, const TILES: usize>(
     }
 }
 
-/// Unpacks two stages of weights, which are full, and releases them. Says whether the next two are full, and two of
-/// these `rows`: asked before they are needed, since an answer takes its time.
+/// Unpacks two stages of weights, which are full, and releases them. Also returns whether the next two stages are full,
+/// and whether `rows` and the stage after it are: polled before they are needed, to hide the latency of the answers.
 ///
 /// # Safety
-/// The ring's next two stages are of one split-K partial, the first with an even number among its.
-#[inline(always)]
+/// The ring's next two stages are of one split-K partial, and the first has an even number in it.
+#[device]
 unsafe fn unpack_pair<F: PairedFormat>(
     p: &BatchedStep,
     ring: &mut Ring,
@@ -324,12 +327,12 @@ unsafe fn unpack_pair<F: PairedFormat>(
     }
 }
 
-/// Loads the fragments of a stage of weights into the registers of four steps from `FIRST` on, and releases the stage.
+/// Loads a stage's fragments into the registers of four steps from `FIRST` on, and releases the stage.
 ///
 /// # Safety
-/// `FIRST` is 0 for the split-K partial's stages with an even number, and 4 for the others. No product reads these
+/// `FIRST` is 0 for the split-K partial's stages with an even number, and 4 for the others. No MMA reads these
 /// registers.
-#[inline(always)]
+#[device]
 unsafe fn load_weights<F: LoadedFormat, const FIRST: usize>(p: &BatchedStep, ring: &mut Ring, lane: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -344,7 +347,7 @@ unsafe fn load_weights<F: LoadedFormat, const FIRST: usize>(p: &BatchedStep, rin
 ///
 /// # Safety
 /// The fragments are those of the same inputs as the rows.
-#[inline(always)]
+#[device]
 unsafe fn begin_loaded<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -355,7 +358,7 @@ unsafe fn begin_loaded<const TILES: usize, const FIRST: usize>(rows: &Ring, keep
 }
 
 /// Begins the MMAs of the rows' stage and the next one, which are full, with the fragments of eight steps.
-#[inline(always)]
+#[device]
 unsafe fn begin_pair<const TILES: usize>(rows: &Ring, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -366,11 +369,11 @@ unsafe fn begin_pair<const TILES: usize>(rows: &Ring, keep: bool) {
     }
 }
 
-/// The MMAs of a stage of rows with the fragments of four steps from `FIRST` on.
+/// Issues the MMAs of a stage of rows with the fragments of four steps from `FIRST` on.
 ///
 /// # Safety
 /// The rows' stage was waited for, and the registers are fenced.
-#[inline(always)]
+#[device]
 unsafe fn multiply_stage<const TILES: usize, const FIRST: usize>(rows: &Ring, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -389,11 +392,11 @@ unsafe fn multiply_stage<const TILES: usize, const FIRST: usize>(rows: &Ring, ke
     }
 }
 
-/// Waits for the MMAs, and releases the rows that they have read.
+/// Waits for the MMAs, and releases the stage of rows that they have read.
 ///
 /// # Safety
-/// The products of this stage of rows are the last that were begun.
-#[inline(always)]
+/// The MMAs of this stage of rows are the last that were begun.
+#[device]
 unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -403,8 +406,8 @@ unsafe fn end_loaded(rows: &mut Ring, lane: u32) {
     }
 }
 
-/// The same of two stages of rows.
-#[inline(always)]
+/// As `end_loaded`, for two stages of rows.
+#[device]
 unsafe fn end_pair(rows: &mut Ring, lane: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -415,11 +418,11 @@ unsafe fn end_pair(rows: &mut Ring, lane: u32) {
     }
 }
 
-/// Begins the MMAs of the stages of both rings, once they are full.
+/// Begins the MMAs of a stage of weights and one of rows, once both are full.
 ///
 /// # Safety
 /// `rings` are at the stages to be multiplied; those before may be under way.
-#[inline(always)]
+#[device]
 unsafe fn begin_products<const TILES: usize>(rings: &Rings, keep: bool) {
     // SAFETY: the caller's word.
     unsafe {

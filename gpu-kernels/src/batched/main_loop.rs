@@ -2,13 +2,15 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
-//! order: products are a warpgroup's together, and both take the same stages. The rings are where the phase's next
-//! stages begin, which the producers fill in the order of the block's units. All lanes have declared the accumulators;
-//! between what begins products and what waits for them nobody else uses these or the registers of fragments that are
-//! read. Who begins products has waited for their stages, and releases them when they are done.
+//! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
+//! order: a warpgroup issues MMAs together, and both warpgroups take the same stages. The rings are where the phase's
+//! next stages begin, which the producers fill in the order of the block's units. All lanes have declared the
+//! accumulators. Between what begins MMAs and what waits for them, nobody else uses the accumulators or the registers
+//! of fragments that the MMAs read. Whoever begins MMAs has waited for their stages, and releases these when the MMAs
+//! are done.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, thread, wgmma};
+use cuda_std::{Global, GlobalMut, device, thread, wgmma};
 
 use super::k_partial::{self, KPartial};
 use super::outputs::QUARTER;
@@ -19,13 +21,13 @@ use super::{BatchedStep, GROUP, K_SPLITS, Memory, Odd, Phase, PhaseKind, Rings};
 use crate::waiting;
 use crate::weights::BatchedFormat;
 
-/// A GEMM with its epilogue. `arrivals` counts parts of split tiles' halves.
+/// A GEMM with its epilogue. `arrivals` counts the parts of each half of a split tile.
 ///
 /// # Safety
 /// All consumers of every block call it, for the same phase, a GEMM of this `kind`, when all blocks have done the
 /// phases before. `arrivals` are zero, and nobody zeroes them before all have done this one; `odd` counts what came
 /// before.
-#[inline(always)]
+#[device]
 pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     p: &BatchedStep,
     phase: Global<Phase>,
@@ -38,7 +40,8 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     unsafe {
         let gemm = GemmPhase::new(phase);
         let parity = odd.of(Odd::NORMED);
-        // Before the block's first epilogue, and whether it has one or not: no warp may be a phase behind this barrier.
+        // Called before the block's first epilogue, and even if the block has none: no warp may be a phase behind this
+        // barrier.
         let ready = || {
             if PhaseKind::is_normed(kind) {
                 waiting::for_phase(Memory::<ROWS>::factors_ready(), parity);
@@ -58,12 +61,13 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
             };
             zero_totals::<TILES>();
             let mut k_split = unit.k_split;
-            // At least once: what may have no value here would keep its registers over all phases.
+            // Runs at least once. If accumulators might have no value here, the compiler would keep their registers
+            // over all phases.
             loop {
                 let of = KPartial::new::<F>(phase, k_split, gemm.depth(k_split));
                 k_partial::multiply::<F, TILES>(p, rings, &of);
                 k_split += 1;
-                // The last split-K partial of a later part stays what it is.
+                // In a part that is not the first, the last split-K partial stays apart from the totals.
                 if part == 0 || k_split < unit.end {
                     unroll!(J < TILES of 16; {
                         let (total, k_partial) = (accumulators!(4 * J), accumulators!(64 + 4 * J));
@@ -109,7 +113,7 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     }
 }
 
-#[inline(always)]
+#[device]
 fn zero_totals<const TILES: usize>() {
     unroll!(J < TILES of 16; {
         accumulators!(4 * J, [0.0; 4]);
@@ -117,27 +121,28 @@ fn zero_totals<const TILES: usize>() {
 }
 
 /// Where a warpgroup's split-K partials of a tile in four parts lie in memory:
-/// `[k_partial][rows / 8][lane of the warpgroup]`, four sums each. A part leaves those of the others' rows.
+/// `[k_partial][rows / 8][lane of the warpgroup]`, four sums each. A part writes those of the rows that the other parts
+/// finish.
 struct Partial {
-    /// The first.
+    /// The lane's first sums.
     first: GlobalMut<f32>,
     /// Elements of a split-K partial, over both warpgroups.
     stride: u32,
     /// Number of the warpgroup's half among all split tiles' halves.
     half: u32,
-    /// How many parts' split-K partials are there, of each half.
+    /// For each half, how many parts have written their split-K partials.
     arrivals: GlobalMut<u32>,
 }
 
 impl Partial {
-    /// Where those of a unit are.
+    /// The place of a unit's split-K partials.
     ///
     /// # Safety
     /// The unit's tile is in four parts, and has its place among [`partials`](BatchedStep::partials) and
     /// [`arrivals`](BatchedStep::arrivals).
-    #[inline(always)]
+    #[device]
     unsafe fn new<const TILES: usize>(p: &BatchedStep, unit: &Unit, arrivals: GlobalMut<u32>) -> Self {
-        // Found again wherever it is wanted: over the GEMMs it would take registers.
+        // Recomputed here: kept over the GEMM, it would take registers.
         let thread = thread::opaque(thread::thread_idx_x());
         let (group, thread) = (thread / GROUP, thread % GROUP);
         let words = TILES as u32 * GROUP * 4;
@@ -151,24 +156,24 @@ impl Partial {
         }
     }
 
-    /// Where the lane's sums of a group of eight rows are, of a part's split-K partial.
+    /// Where the lane's sums of group `j` of eight rows lie, of split-K partial `k_partial`.
     ///
     /// # Safety
     /// `k_partial` is below [`K_SPLITS`], and `j` below the groups of eight rows of a tile.
-    #[inline(always)]
+    #[device]
     unsafe fn place(&self, k_partial: u32, j: u32) -> GlobalMut<f32> {
-        // One after the other: the second is a constant of an instruction where rows are known.
+        // Two steps: where `j` is known at compile time, the second is a constant offset of the instruction.
         // SAFETY: the caller's word.
         unsafe { self.first.at((k_partial * self.stride) as usize).at((j * GROUP * 4) as usize) }
     }
 
-    /// Leaves what a part's finished split-K partial has of the others' rows, and moves what it has of its own to the
-    /// first of the lower accumulators.
+    /// Writes a part's finished split-K partial to memory for the rows of the other parts. Moves the sums of its own
+    /// rows to the first of the lower accumulators.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it, once for a unit, which is this `part`; its split-K partial is in the upper
     /// accumulators.
-    #[inline(always)]
+    #[device]
     unsafe fn leave<const TILES: usize>(&self, part: u32) {
         macro_rules! keep {
             ($j:ident, $groups:literal) => {
@@ -182,8 +187,8 @@ impl Partial {
                 // SAFETY: the caller's word.
                 let (place, sums) = (unsafe { self.place(part, J as u32) }, accumulators!(64 + 4 * J));
                 if TILES == 8 {
-                    // They would go to memory before they are written anew. With 128 rows a tile attention would lose
-                    // more than GEMMs gain.
+                    // Kept in L2, which would otherwise write them back to memory before they are overwritten. With 128
+                    // rows a tile, attention would lose more by that than GEMMs gain.
                     // SAFETY: the caller's word.
                     unsafe { place.store16_kept(0, sums.map(f32::to_bits)) };
                 } else {
@@ -204,15 +209,15 @@ impl Partial {
         }
     }
 
-    /// Waits until all parts' split-K partials are there.
+    /// Waits until all parts have written their split-K partials.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it, when they have [left](Self::leave) theirs.
-    #[inline(always)]
+    #[device]
     unsafe fn wait(&self) {
         // SAFETY: the caller's word.
         unsafe {
-            // By another warp than the one whose arrival waits for stores.
+            // Another warp polls than the one whose arrival waits for stores.
             if thread::opaque(thread::thread_idx_x()) % GROUP == 32 {
                 waiting::for_count(self.arrivals, self.half as usize, K_SPLITS);
             }
@@ -220,13 +225,14 @@ impl Partial {
         }
     }
 
-    /// Adds the parts' split-K partials of this part's own rows, first to last, into the lower accumulators, where its
-    /// own split-K partial is. A branch for each split-K partial, loaded or not, would wait for one load after another.
+    /// Adds the split-K partials of this part's own rows, first to last, into the lower accumulators, where its own
+    /// split-K partial is. It loads all of them without branches: with a branch for each, it would wait for one load
+    /// after another.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it, when they have [waited](Self::wait); its own sums are where
     /// [`leave`](Self::leave) put them.
-    #[inline(always)]
+    #[device]
     unsafe fn add<const TILES: usize>(&self, part: u32) {
         let groups = TILES as u32 / 4;
         let mut others = [[[0f32; 4]; 3]; QUARTER];
@@ -246,7 +252,7 @@ impl Partial {
                 let own = accumulators!(4 * J);
                 let mut sums = [0f32; 4];
                 unroll!(C < 4; {
-                    // The C-th of all: one of the others before this part, or behind it.
+                    // The C-th of all: this part's own, one before it, or one behind it.
                     let k_partial = if C as u32 == part {
                         own
                     } else if C < 3 && part > C as u32 {

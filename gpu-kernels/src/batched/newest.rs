@@ -1,4 +1,4 @@
-//! The keys and values that a step adds, where a warp of [attention](super::attention) has them among its own.
+//! The keys and values that a step adds, for a warp of [attention](super::attention) that has them among its own keys.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, each with its own number
@@ -6,7 +6,7 @@
 //! results were waited for. Nobody else writes the warp's rows of the page, and the warp alone reads them.
 
 use cuda_std::shared::Shared;
-use cuda_std::{bf16, warp};
+use cuda_std::{bf16, device, warp};
 
 use super::BatchedStep;
 use super::attention::Item;
@@ -16,20 +16,20 @@ use crate::qkv::{Factors, Weight, pack_value};
 
 /// This step's keys and values, for a warp that has them among its own.
 pub struct Newest {
-    /// A lane's part of the norm's weights.
+    /// A lane's part of the weights of the keys' norm.
     weight: Weight,
-    /// Where the key of the tile's last row is, ready, if it [came](Item::brings_key) with the queries.
+    /// The finished key of the tile's last row, if it [came](Item::brings_key) with the queries.
     key: Option<Shared<bf16>>,
-    /// Four dimensions a lane of that row's value, if it is among the warp's: asked for before anything is waited for.
+    /// The lane's four dimensions of that row's value, if the warp has its key. Loaded before anything is waited for.
     value: [f32; 4],
 }
 
 impl Newest {
-    /// What the warp has of them, asked for ahead.
+    /// Loads ahead what the warp needs.
     ///
     /// # Safety
-    /// `queries` are the item's, complete; it is not released before the keys were put.
-    #[inline(always)]
+    /// `queries` are the item's, complete; their stage is not released before the keys were put.
+    #[device]
     pub unsafe fn load(
         p: &BatchedStep,
         weight: Weight,
@@ -52,9 +52,9 @@ impl Newest {
         newest
     }
 
-    /// Visits the step's rows that have their keys among a warp's, or behind them, from the tile's last on:
-    /// `visit(row, position)`.
-    #[inline(always)]
+    /// Calls `visit(row, position)` for the step's rows whose keys are among the warp's. Walks back from the tile's
+    /// last row, over rows whose keys lie behind the warp's.
+    #[device]
     unsafe fn rows(p: &BatchedStep, item: &Item, first_key: u32, mut visit: impl FnMut(u32, u32)) {
         let (mut row, mut position) = (item.first_row + item.rows - 1, item.last);
         while first_key <= position {
@@ -71,12 +71,12 @@ impl Newest {
         warp::sync_warp();
     }
 
-    /// A warp puts those of this step's keys that are its own, from `first_key` on, into their page: into the cache
-    /// they come later.
+    /// A warp puts those of this step's keys that it has, from `first_key` on, into their page in shared memory. They
+    /// come into the cache later.
     ///
     /// # Safety
     /// The stage with the page's keys was waited for, and is not released yet. `self` is of the same item and keys.
-    #[inline(always)]
+    #[device]
     pub unsafe fn put_keys(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         let heads = p.work.heads();
         // SAFETY: the caller's word.
@@ -86,7 +86,7 @@ impl Newest {
                 if position == item.last
                     && let Some(key) = self.key
                 {
-                    // Both are rows of that position.
+                    // Both are in the order of the row of this position.
                     let words = key.cast::<[u32; 2]>().load(lane as usize);
                     to.cast().store(lane as usize, words);
                 } else {
@@ -100,11 +100,11 @@ impl Newest {
         }
     }
 
-    /// The same of values.
+    /// As [`put_keys`](Self::put_keys), for the values.
     ///
     /// # Safety
     /// As for [`put_keys`](Self::put_keys), of the stage with the page's values.
-    #[inline(always)]
+    #[device]
     pub unsafe fn put_values(&self, p: &BatchedStep, item: &Item, first_key: u32, page: Shared<bf16>, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {

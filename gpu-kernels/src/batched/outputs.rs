@@ -1,13 +1,13 @@
-//! What becomes of sums.
+//! The epilogues of the batched kernel's GEMMs.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, for a unit that the block
 //! has; the lanes exchange what they have. Each output is one lane's in the whole grid. The rows that a unit finishes
-//! are `groups` of eight from the `first` on, and a group `j` is counted from that and below `groups`. What outputs are
-//! added to, and rows' factors, were waited for.
+//! are `groups` groups of eight, from group `first` on; a group `j` is counted from that one, and below `groups`. What
+//! outputs are added to, and rows' factors, were waited for.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, bf16, math, mma, shared, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, device, math, mma, shared, thread, warp, wgmma};
 
 use super::phases::{GemmPhase, Unit};
 use super::{BatchedStep, MAX_BATCHED_ROWS, Memory, Phase, PhaseKind};
@@ -15,46 +15,48 @@ use crate::gate::swiglu;
 use crate::linear::{N_TILE, slot};
 use crate::sample::{key, rank};
 
-/// What a lane has of a tile's outputs: features `g` and `g + 8` of its warp's N-tile (of a gate-up N-tile: a gate and
-/// its up), for rows `8 j + 2 t` and one on of every eight. Where they go is found once a tile: what an epilogue
-/// computes for an output is time in which no MMAs run.
+/// A lane's outputs of a tile, and where they go: features `g` and `g + 8` of its warp's N-tile (of a gate-up N-tile: a
+/// gate and its up), for rows `8 j + 2 t` and `8 j + 2 t + 1` of every eight. Addresses are computed once a tile: while
+/// an epilogue computes for each output, no MMAs run.
 ///
-/// Activations are stored after lanes have turned them: then a lane has features `2 t`, one on, and 8 further, of row
-/// `8 j + g`.
+/// Activations are transposed between lanes before they are stored. Then a lane has features `2 t` and `2 t + 1`, and
+/// the two that are 8 further, of row `8 j + g`.
 pub struct Outputs {
     n_tile: u32,
-    /// Of the lane's first row and feature: what `Write` writes, or `Add` adds to; the other feature is 8 elements on.
+    /// Where `Write` writes, or `Add` adds to, at the lane's first row and feature; the other feature is 8 elements
+    /// further.
     sums: GlobalMut<u8>,
-    /// Of the first row and feature that the lane has when they are turned: the activations that come of it.
+    /// Where activations go, at the first row and feature that the lane has after the transposition.
     activations: GlobalMut<u8>,
-    /// Bytes from a row of these to the next.
+    /// Bytes from a row to the next, of `sums` and of `activations`.
     strides: [u32; 2],
-    /// Of the N-tile and the first row whose sum of squares the lane has in the end.
+    /// Where the N-tile's sum of squares goes, at the first row whose sum the lane has in the end.
     squares: GlobalMut<u8>,
-    /// Where the lane's first row has its factor, from the start of dynamic shared memory.
+    /// Where the factor of the lane's first row lies, from the start of dynamic shared memory.
     factors: u32,
-    /// The rows that there are, none where the matrix has no such N-tile, counted from the lane's first in `sums`, in
-    /// `activations` and in `squares`; and whether its features are: `Add` has no others.
+    /// `rows`: how many rows there are, counted from the lane's first in `sums`, in `activations` and in `squares`;
+    /// none if the matrix has no such N-tile. `there`: whether the matrix has the lane's two features; with `Add` it
+    /// always has.
     rows: [u32; 3],
     there: [bool; 2],
     g: u32,
-    /// Of the norm that comes next; of `Write`, the bias.
+    /// The weights of the norm that comes next, for the lane's two features; with `Write`, their biases.
     weight: [f32; 2],
 }
 
 /// Most groups of eight rows in a quarter of a tile.
 pub const QUARTER: usize = 4;
 
-// What a lane has of a row when activations are turned lies side by side in the order of [`slot`]: those of `Add` 8
-// further behind the others.
+// After the transposition a lane's activations of a row lie side by side, in the order of [`slot`]. With `Add` the
+// second pair, of features 8 further, lies right behind the first.
 const _: () = assert!(slot(1) == slot(0) + 1 && slot(8) == slot(0) + 2 && slot(16 + 6 + 8) == slot(16 + 6) + 2);
 
 impl Outputs {
-    /// Those of some groups of eight rows of a tile, from the `first` on.
+    /// The outputs of `groups` groups of eight rows of a tile, from group `first` on.
     ///
     /// # Safety
     /// `kind` is the phase's, a GEMM; `unit` is one of its units.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new<const ROWS: u32>(
         p: &BatchedStep,
         gemm: &GemmPhase,
@@ -65,7 +67,7 @@ impl Outputs {
     ) -> Self {
         // SAFETY: the caller's word.
         unsafe {
-            // Loaded again: over the products it would take a register.
+            // Loaded again: kept over the MMAs, it would take a register.
             let count = p.work.rows.count.load(0).min(MAX_BATCHED_ROWS);
             let lane = thread::opaque(thread::lane_id());
             let (g, t) = (lane / 4, lane % 4);
@@ -115,19 +117,19 @@ impl Outputs {
         }
     }
 
-    /// A row's place from that of the lane's first, so many bytes from row to row.
+    /// Where a row lies that is `row` rows behind the lane's first, with `stride` bytes from row to row.
     ///
     /// # Safety
-    /// The row is one of the unit's: beyond the rows that there are nothing is read or written.
-    #[inline(always)]
+    /// The row is one of the unit's: nothing is read or written beyond the rows that there are.
+    #[device]
     unsafe fn of_row(first: GlobalMut<u8>, row: u32, stride: u32) -> GlobalMut<u8> {
-        // Both factors are seen to have 32 bits where they are multiplied: one instruction.
+        // Opaque, so that the compiler sees two factors of 32 bits, which one instruction multiplies.
         // SAFETY: the caller's word.
         unsafe { first.at(row as usize * thread::opaque(stride) as usize) }
     }
 
-    /// What the lane's outputs of rows `8 j …` are added to.
-    #[inline(always)]
+    /// Loads what the lane's outputs of rows `8 j …` are added to.
+    #[device]
     unsafe fn old(&self, kind: u32, j: u32) -> [f32; 4] {
         let mut old = [0f32; 4];
         if kind == PhaseKind::ADD {
@@ -143,11 +145,11 @@ impl Outputs {
         old
     }
 
-    /// Of a quarter of a tile's rows, from group `j` on.
+    /// Loads what the outputs of a quarter of a tile's rows, from group `j` on, are added to.
     ///
     /// # Safety
     /// The unit has the groups from `j` on, a quarter of a tile's at most.
-    #[inline(always)]
+    #[device]
     pub unsafe fn olds<const TILES: usize>(&self, kind: u32, j: u32) -> [[f32; 4]; QUARTER] {
         let mut old = [[0f32; 4]; QUARTER];
         unroll!(I < 4; {
@@ -163,15 +165,15 @@ impl Outputs {
     ///
     /// # Safety
     /// The phase has factors, and the warp has waited for them.
-    #[inline(always)]
+    #[device]
     unsafe fn factors(&self, j: u32) -> [f32; 2] {
-        // Where there is no row there is a word, too.
+        // Rows that do not exist have a word there, too.
         // SAFETY: the caller's word.
         unsafe { shared::dynamic::<[f32; 2]>(self.factors).load(4 * j as usize) }
     }
 
-    /// Puts the lane's f32 of rows `8 j …` where they belong.
-    #[inline(always)]
+    /// Stores the lane's f32 outputs of rows `8 j …`.
+    #[device]
     unsafe fn put_sums(&self, j: u32, sums: [f32; 4]) {
         unroll!(R < 2; {
             let row = 8 * j + R as u32;
@@ -185,8 +187,8 @@ impl Outputs {
         });
     }
 
-    /// Turns activations of rows `8 j …`, those of a feature in a word, and puts them where they belong.
-    #[inline(always)]
+    /// Transposes activations of rows `8 j …` between lanes, and stores them. Each word has one feature of two rows.
+    #[device]
     unsafe fn put_activations<const N: usize>(&self, j: u32, words: [u32; N]) {
         // SAFETY: the caller's word.
         let to = unsafe { Self::of_row(self.activations, 8 * j, self.strides[1]) };
@@ -202,12 +204,12 @@ impl Outputs {
         }
     }
 
-    /// Puts a quarter of a tile's sums, those from group `j` on, where they belong. A warp does it together.
+    /// Finishes and stores a quarter of a tile's sums, from group `j` on. A warp calls it together.
     ///
     /// # Safety
     /// As for [`olds`](Self::olds). `KIND` is the phase's, but not `Best`; `sums` are complete, and `old` is what
     /// [`olds`](Self::olds) gave.
-    #[inline(always)]
+    #[device]
     unsafe fn put<const TILES: usize, const KIND: u32>(
         &self,
         j: u32,
@@ -250,7 +252,7 @@ impl Outputs {
         });
         if KIND == PhaseKind::ADD {
             let sum = n_tile_squares::<TILES>(squares);
-            // With as many sums as groups of lanes, each has one.
+            // If a quarter has fewer rows than lanes have values of `g`, only the first lanes store a sum.
             let mine = match TILES {
                 8 => self.g < 4,
                 12 => self.g < 6,
@@ -265,18 +267,17 @@ impl Outputs {
     }
 }
 
-/// Which row of a quarter of a tile of `ROWS` rows a lane has the sum of squares of, after [`n_tile_squares`].
-#[inline(always)]
+/// The row of a quarter of a tile of `ROWS` rows whose sum of squares a lane has after [`n_tile_squares`].
+#[device]
 const fn squares_row<const ROWS: u32>(g: u32, t: u32) -> u32 {
     let sum = if ROWS == 64 { g % 4 } else { g };
     8 * (sum / 2) + 2 * t + sum % 2
 }
 
-/// Of each row's squares that the lanes of all `g` have, a sum over the N-tile, as [`norm`](crate::norm) adds them:
-/// eight apart first (a lane has done that), then the lanes of a group of eight, the nearest first. There are two sums
-/// for each group of rows of a quarter; with each step a lane has half of them left, and in the end the `g`-th, or the
-/// `g % 4`-th of half as many.
-#[inline(always)]
+/// Adds up squares over an N-tile, in the order of [`norm`](crate::norm): elements 8 apart first, which the lane has
+/// done, then the lanes of all `g`, the nearest first. A lane begins with two sums for each group of rows of a quarter.
+/// Each step leaves it with half as many, and in the end with the `g`-th, or with the `g % 4`-th if there are four.
+#[device]
 fn n_tile_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
     let lane = thread::opaque(thread::lane_id());
     let halve = |two: [f32; 2], mask: u32| {
@@ -294,11 +295,11 @@ fn n_tile_squares<const TILES: usize>(sums: [f32; 2 * QUARTER]) -> f32 {
     }
 }
 
-/// What a lane's outputs of the head are candidates for: the best tokens of its rows.
+/// Compares a lane's outputs of the head with the best tokens of their rows.
 struct Best {
-    /// Of the lane's first row.
+    /// The lane's first row in the step's `best`.
     all: GlobalMut<u64>,
-    /// Likewise, from the start of dynamic shared memory: [`Memory::BEST`].
+    /// Where [`Memory::BEST`] has that row, from the start of dynamic shared memory.
     here: u32,
     /// The number of the tile of rows.
     tile: u32,
@@ -306,17 +307,17 @@ struct Best {
     feature: u32,
 }
 
-/// A word of [`Memory::BEST`] has the number of a tile of rows in place of a key's lowest bits: a block may come to
-/// rows of another tile. So it is at most the key.
+/// A word of [`Memory::BEST`] is a key with the number of the tile of rows in place of its lowest bits, since a block
+/// may come to rows of another tile. So of two words of the same tile, the greater has the greater key.
 const TAGS: u32 = 4;
 const _: () = assert!(MAX_BATCHED_ROWS <= TAGS * 128);
 
 impl Best {
-    /// Of a unit's rows.
+    /// For a unit's rows, from group `first` on.
     ///
     /// # Safety
     /// The phase is `Best`, and `outputs` are those of the unit from the group `first` on.
-    #[inline(always)]
+    #[device]
     unsafe fn new<const ROWS: u32>(p: &BatchedStep, outputs: &Outputs, unit: &Unit, first: u32) -> Self {
         let first = 8 * first + 2 * (thread::opaque(thread::lane_id()) % 4);
         Self {
@@ -328,12 +329,12 @@ impl Best {
         }
     }
 
-    /// Looks at the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block
-    /// knows of already: all that is known of the quarter is looked at first.
+    /// Compares the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block
+    /// knows already, so the lane first reads all that is known of the quarter.
     ///
     /// # Safety
     /// As for [`Outputs::olds`]; rows' factors were waited for, and `outputs` are those that this was made of.
-    #[inline(always)]
+    #[device]
     unsafe fn look<const TILES: usize>(&self, outputs: &Outputs, j: u32, sums: [[f32; 4]; QUARTER]) {
         // SAFETY: the caller's word.
         unsafe {
@@ -353,7 +354,7 @@ impl Best {
                         };
                         logits[i] = [logit(0), logit(1)];
                         words[i] = (key(math::max(logits[i][0], logits[i][1])) / TAGS * TAGS) | self.tile;
-                        // Both are asked: no branch.
+                        // Both conditions are evaluated, without a branch.
                         is_better[i] = (row < outputs.rows[0]) & !is_behind(words[i], known(row));
                     });
                 }
@@ -362,7 +363,8 @@ impl Best {
                 let row = 8 * (j + (I / 2) as u32) + (I % 2) as u32;
                 if is_better[I] {
                     atomic::fetch_max(here, row as usize, words[I], Ordering::Relaxed, Scope::Block);
-                    // All blocks' atomics on a row come one after another: of a warp's lanes one goes on.
+                    // All blocks' atomics on a row are serialised, so one lane of a warp should go on: the others find
+                    // its word here.
                     if !is_behind(words[I], known(row)) {
                         let rank = |f: usize| {
                             if outputs.there[f] { rank(logits[I][f], self.feature + 8 * f as u32) } else { 0 }
@@ -376,13 +378,13 @@ impl Best {
     }
 }
 
-/// Puts the sums in the lower accumulators where they belong, a quarter of a tile's rows at a time. They are multiplied
-/// with `scale`, and `old` is what the first of these are added to, asked for before.
+/// Finishes and stores the sums in the lower accumulators, a quarter of a tile's rows at a time. They are first
+/// multiplied by `scale`. `old` is what those of the first quarter are added to, loaded ahead.
 ///
 /// # Safety
 /// All lanes of the eight warps may call it, each warp by itself. The lower accumulators have complete sums, and no
-/// product is under way. `outputs` and `old` are of this unit and these groups, and rows' factors were waited for.
-#[inline(always)]
+/// MMAs are under way. `outputs` and `old` are of this unit and these groups, and rows' factors were waited for.
+#[device]
 pub unsafe fn put<const ROWS: u32, const TILES: usize, const KIND: u32>(
     p: &BatchedStep,
     unit: &Unit,

@@ -1,7 +1,8 @@
-//! What the two blocks of a cluster send each other of a tile that is theirs: sums of the rows that the other finishes,
-//! from a warp to the one that has the same features there, straight into shared memory. They come where activations
-//! did: the other block says when it has no more use for these, and the next are asked for when all blocks are done
-//! with the phase. And how the two [keep step](keep_step).
+//! The exchange between the two blocks of a cluster that have the two parts of a tile. Each sends the other its sums of
+//! the rows that the other finishes. A warp sends straight into shared memory, to the other block's warp with the same
+//! features. The sums come where activations were. The other block says when it needs these no more; the next
+//! activations are loaded when all blocks are done with the phase. The two blocks' producers also [keep
+//! step](keep_step).
 //!
 //! # Safety
 //! Both blocks of the cluster call what is unsafe here, equally often and in the same order, in kernels of the same
@@ -11,30 +12,30 @@
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier, PeerShared};
 use cuda_std::shared::{self, Shared};
-use cuda_std::{thread, wgmma};
+use cuda_std::{device, thread, wgmma};
 
 use super::{Memory, WARPS};
 use crate::waiting;
 
-/// One that says that the other block's activations may be overwritten, one for each warp's sums, and one for who
-/// [keeps step](keep_step).
+/// One barrier for the other block to say that its activations may be overwritten, one for the sums of each warp, and
+/// one for the lanes that [keep step](keep_step).
 pub const BARRIERS: u32 = 2 + WARPS;
 const STEP: u32 = 1 + WARPS;
-/// Of eight rows, from all lanes of a warp.
+/// Bytes of the sums of eight rows, from all lanes of a warp.
 const GROUP_BYTES: u32 = 32 * 16;
 
 /// A barrier of this block.
 ///
 /// # Safety
 /// `number` is below [`BARRIERS`], of a kernel of `ROWS` rows a tile.
-#[inline(always)]
+#[device]
 unsafe fn barrier<const ROWS: u32>(number: u32) -> Barrier {
     // SAFETY: the caller's word.
     unsafe { Barrier::at(shared::dynamic(Memory::<ROWS>::PEER + number * 8)) }
 }
 
 /// The other block's rank.
-#[inline(always)]
+#[device]
 fn other() -> u32 {
     cluster::rank() ^ 1
 }
@@ -43,7 +44,7 @@ fn other() -> u32 {
 ///
 /// # Safety
 /// One lane of the block calls it, before the cluster synchronises, and [fences](bulk::fence_init) the barriers.
-#[inline(always)]
+#[device]
 pub unsafe fn init<const ROWS: u32>() {
     // SAFETY: the caller's word.
     unsafe {
@@ -53,65 +54,65 @@ pub unsafe fn init<const ROWS: u32>() {
             barrier::<ROWS>(1 + warp).init(1);
             warp += 1;
         }
-        // The two lanes.
+        // The two lanes that keep step.
         barrier::<ROWS>(STEP).init(2);
     }
 }
 
-/// One lane of each block waits for the other's, now and then: where both read the same weights, and memory is to be
-/// asked for them once. `parity` says whether they synchronised an odd number of times.
+/// One lane of each block waits for the other's. Called now and then where both blocks read the same weights, so that
+/// these are read from memory once. `parity` is 1 after an odd number of calls.
 ///
 /// # Safety
 /// One lane of each block calls it, always the same, as often as the other's.
-#[inline(always)]
+#[device]
 pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
     // SAFETY: the caller's word.
     unsafe {
         let own = barrier::<ROWS>(STEP);
         PeerBarrier::new(own, other()).arrive();
-        // Its own arrival as well: the other one may not come twice before this one has waited.
+        // Its own arrival counts, too: otherwise the other lane's next arrival could come before this lane has waited.
         own.arrive();
         waiting::for_phase(own, parity);
     }
 }
 
-/// A warp's end of the exchange.
+/// A warp's side of the exchange.
 #[derive(Clone, Copy)]
 pub struct Peer<const ROWS: u32> {
     warp: u32,
     lane: u32,
-    /// Of the phase of all barriers that ends with this exchange.
+    /// Parity of the phase that ends with this exchange, of all barriers of the exchange.
     parity: u32,
 }
 
 impl<const ROWS: u32> Peer<ROWS> {
     const GROUPS: u32 = ROWS / 8 / 2;
 
-    #[inline(always)]
+    #[device]
     pub fn new(parity: u32) -> Self {
         Self { warp: thread::opaque(thread::warp_id()), lane: thread::opaque(thread::lane_id()), parity }
     }
 
-    /// Where the first group of the first split-K partial is, for this lane.
-    #[inline(always)]
+    /// Where this lane receives the first group of rows of the first split-K partial.
+    #[device]
     unsafe fn first(&self) -> Shared<u8> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(Memory::<ROWS>::ROW_RING.start + self.warp * GROUP_BYTES + self.lane * 16) }
     }
 
-    /// How many bytes further a split-K partial's group `group` of rows is.
-    #[inline(always)]
+    /// Bytes from there to group `group` of split-K partial `k_partial`.
+    #[device]
     const fn offset(k_partial: u32, group: u32) -> u32 {
         (k_partial * Self::GROUPS + group) * WARPS * GROUP_BYTES
     }
 
-    /// This warp has multiplied all activations that it had; waits until all of the other block have, and so may be
-    /// sent to. `k_partials` will come.
+    /// Says that this warp has multiplied all activations of its unit, and waits until all warps of the other block
+    /// have: then they can be sent to. `k_partials` split-K partials will come.
     ///
     /// # Safety
     /// All consumer warps call it, once for each exchange. They have waited for all products of the unit, no
     /// activations are under way, and the other block sends `k_partials` to each warp.
-    #[inline(always)]
+    #[device]
     pub unsafe fn open(&self, k_partials: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -123,16 +124,16 @@ impl<const ROWS: u32> Peer<ROWS> {
         }
     }
 
-    /// Sends what this part of a tile has of the other's rows, and adds what comes to what it has of its own: sums are
-    /// in the first of the lower accumulators then. The first part has a total in the lower ones, the second a split-K
-    /// partial in the lower ones and one in the upper.
+    /// Sends this part's sums of the rows that the other part finishes, and adds what arrives to its sums of its own
+    /// rows. The results are in the first of the lower accumulators. Before, the first part has a total in the lower
+    /// accumulators; the second part has one split-K partial in the lower and one in the upper ones.
     ///
     /// # Safety
     /// All consumer warps call it, behind [`open`](Self::open). `part` is 0 in the one block and 1 in the other, and
     /// the accumulators are as said.
-    #[inline(always)]
+    #[device]
     pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
-        // Of this block and of the other one.
+        // This block's receiving memory and barrier, and the other block's.
         // SAFETY: the caller's word.
         let (from, own) = unsafe { (self.first(), barrier::<ROWS>(1 + self.warp)) };
         let (to, arrived) = (PeerShared::new(from, other()), PeerBarrier::new(own, other()));
@@ -178,7 +179,7 @@ impl<const ROWS: u32> Peer<ROWS> {
         exchange!(4);
         exchange!(6);
         exchange!(8);
-        // TMA will write there.
+        // TMA will write activations there.
         bulk::fence_proxy_async();
     }
 }

@@ -1,10 +1,10 @@
-//! What a step is made of.
+//! The phases of a step, and how their tiles are shared out over the grid.
 //!
 //! # Safety
 //! A `phase` is one of a launch's, which nobody writes while it runs.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{Global, GlobalMut, bf16, device};
 
 use super::{K_SPLITS, TILE_N_TILES};
 use crate::linear::SLICE;
@@ -13,17 +13,17 @@ use crate::linear::SLICE;
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, cuda_std::Layout)]
 pub enum PhaseKind {
-    /// The residual stream begins as the tokens' embeddings.
+    /// The residual stream starts as the tokens' embeddings.
     Embed,
     /// `y = x · wᵀ`.
     Write,
-    /// Of each row of `x · wᵀ` the [best token](super::BatchedStep::best).
+    /// The [best token](super::BatchedStep::best) of each row of `x · wᵀ`.
     Best,
     /// `residual += x · wᵀ`; features are a multiple of 16.
     Add,
     /// `activation = silu(x · gateᵀ) ∘ (x · upᵀ)`.
     SwiGlu,
-    /// Attention, from the projection of queries, keys and values on.
+    /// Attention, from the output of the QKV projection on.
     Attend,
 }
 
@@ -36,19 +36,19 @@ impl PhaseKind {
     pub(super) const ATTEND: u32 = Self::Attend as u32;
 
     /// Whether this is one of the GEMMs.
-    #[inline(always)]
+    #[device]
     pub(super) const fn is_gemm(kind: u32) -> bool {
         matches!(kind, Self::WRITE..=Self::SWIGLU)
     }
 
-    /// Whether this is one of the GEMMs whose input has a norm to be divided by.
-    #[inline(always)]
+    /// Whether this is one of the GEMMs whose input still has to be divided by its norm.
+    #[device]
     pub(super) const fn is_normed(kind: u32) -> bool {
         Self::is_gemm(kind) && kind != Self::ADD
     }
 }
 
-/// A phase of a [step](super::BatchedStep). What its kind does not name is zero.
+/// A phase of a [step](super::BatchedStep). A field that does not name the phase's kind is not read.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Phase {
@@ -56,7 +56,7 @@ pub struct Phase {
     pub kind: PhaseKind,
     /// GEMMs: N-tiles of the matrix.
     pub n_tiles: u32,
-    /// GEMMs: output features; of SwiGLU, those of its result.
+    /// GEMMs: output features; with `SwiGlu`, those of its result.
     pub n: u32,
     /// GEMMs: input features, a multiple of 64.
     pub k: u32,
@@ -64,32 +64,32 @@ pub struct Phase {
     pub share: Share,
     /// GEMMs: the matrix's first [`Wave::base`](crate::stream::Wave::base).
     pub base: u64,
-    /// GEMMs: the activations, bf16 `[rows, k]` with each row in the order of [`slot`](crate::linear::slot), in tiles
-    /// of as many rows as the kernel's have.
+    /// GEMMs: the activations, bf16 `[rows, k]`, each row in the order of [`slot`](crate::linear::slot), in tiles of as
+    /// many rows as the kernel's tiles have.
     pub x: Global<TensorMap>,
     /// `Write`: `[rows, n]`.
     pub y: GlobalMut<f32>,
-    /// `Embed` and `Add`: the weight of the norm that comes next. `Attend`: that of queries. `Write`: the bias `[n]`,
-    /// null for none.
+    /// `Embed` and `Add`: the weight of the norm that comes next. `Attend`: the weight of the queries' norm. `Write`:
+    /// the bias `[n]`, null for none.
     pub norm: Global<bf16>,
-    /// `Attend`: the weight of the norm of keys.
+    /// `Attend`: the weight of the keys' norm.
     pub key_norm: Global<bf16>,
     /// `Attend`: the layer's cache pages, as [`Cache::pages`](crate::kv::Cache::pages).
     pub pages: GlobalMut<bf16>,
-    /// `Attend`: `[pages, kv_heads]` the [forms](crate::packed::Form) of those that are
+    /// `Attend`: `[pages, kv_heads]`, the [forms](crate::packed::Form) of the pages that are
     /// [packed](super::BatchedStep::packed).
     pub forms: Global<u32>,
-    /// GEMMs: tiles of rows, for all rows that there may be.
+    /// GEMMs: tiles of rows, enough for the most rows that the step may have.
     pub row_tiles: u32,
-    /// GEMMs: what their sums are multiplied with, by kernels whose [weights](crate::weights) are scaled.
+    /// GEMMs: the factor of all sums, in kernels whose [weights](crate::weights) are scaled.
     pub scale: f32,
-    /// GEMMs: the weights, as [`lay_out`](crate::stream::lay_out) left them, of a matrix that a kernel which reads
-    /// codes has no codes of; null for others.
+    /// GEMMs in a kernel that reads codes: the bf16 weights of a matrix that has no codes, as
+    /// [`lay_out`](crate::stream::lay_out) left them; null for other matrices.
     pub plain: Global<bf16>,
 }
 
 impl Phase {
-    /// One that needs nothing.
+    /// A phase of this kind whose other fields are zero, but for a scale of 1.
     #[must_use]
     pub fn new(kind: PhaseKind) -> Self {
         Self {
@@ -111,7 +111,7 @@ impl Phase {
         }
     }
 
-    /// A list of them as words, for a device's memory.
+    /// A list of phases as words, for device memory.
     #[must_use]
     pub const fn words(phases: &[Self]) -> &[u64] {
         // SAFETY: eight-byte fields and pairs of four-byte ones: nothing between them is padding.
@@ -119,18 +119,18 @@ impl Phase {
     }
 }
 
-/// How tiles fall to blocks.
+/// How the tiles of a GEMM are shared out over blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, cuda_std::Layout)]
 pub struct Share {
-    /// Tiles that a block does whole: full rounds.
+    /// Tiles that one block computes whole: those of full waves.
     pub whole: u32,
-    /// Every other tile has `1 << shift` parts.
+    /// Each of the other tiles has `1 << shift` parts.
     pub shift: u32,
 }
 
-/// What it costs that two parts of a tile of so many rows exchange split-K partials within a cluster, or four through
-/// memory, in stages of the ring.
+/// The time that the parts of a tile of `rows` rows take to exchange split-K partials, counted in stages of the ring:
+/// two parts within a cluster, four through memory.
 const fn exchange(shift: u32, rows: u32) -> u32 {
     match (shift, rows) {
         (0, _) => 0,
@@ -142,12 +142,13 @@ const fn exchange(shift: u32, rows: u32) -> u32 {
 }
 
 impl Share {
-    /// Of `tiles` of 64, 96 or 128 `rows` over `grid` blocks, for a matrix with `k` input features: the split with the
-    /// shortest last round, and of equal ones the coarsest. No more parts than blocks: a block waits for a tile's
-    /// parts, and would for a later one of its own. The blocks are whole clusters: two parts are one's.
+    /// Shares out `tiles` tiles of 64, 96 or 128 `rows` over `grid` blocks, for a matrix with `k` input features.
+    /// Chooses the split with the shortest last wave, and of equal ones the coarsest. A tile has no more parts than
+    /// there are blocks: a block waits for the other parts of its tile, and must not wait for one that it has to
+    /// compute itself later. The blocks are whole clusters: two parts are those of one cluster.
     ///
     /// # Panics
-    /// Without blocks: a bug of the caller.
+    /// If there are no blocks: a bug of the caller.
     #[must_use]
     pub const fn new(tiles: u32, rows: u32, grid: u32, k: u32) -> Self {
         let left = tiles % grid;
@@ -164,53 +165,53 @@ impl Share {
         Self { whole: tiles - left, shift }
     }
 
-    /// Whether a tile that is not whole is two parts', the two blocks' of a cluster; it is four parts' if not.
-    #[inline(always)]
+    /// Whether a tile that is not whole has two parts, which are the two blocks of a cluster. It has four parts if not.
+    #[device]
     pub(super) const fn is_in_cluster(&self) -> bool {
         self.shift == 1
     }
 
     /// Whether a unit is a whole tile.
-    #[inline(always)]
+    #[device]
     pub(super) const fn is_whole(&self, unit: &Unit) -> bool {
         unit.end - unit.k_split == K_SPLITS
     }
 
-    /// Which part of its tile a unit is. Its own rows, those that it finishes, are as many groups of eight as
-    /// [`groups`](Self::groups) says, part by part.
-    #[inline(always)]
+    /// Which part of its tile a unit is. Part by part, each finishes as many groups of eight rows as
+    /// [`groups`](Self::groups) returns.
+    #[device]
     pub(super) const fn part(&self, unit: &Unit) -> u32 {
         (unit.k_split << self.shift) / K_SPLITS
     }
 
-    /// Groups of eight rows that a part finishes, of the `TILES` of a tile.
-    #[inline(always)]
+    /// Groups of eight rows that a part finishes, of the `TILES` groups of a tile.
+    #[device]
     pub(super) const fn groups<const TILES: usize>(&self) -> u32 {
         TILES as u32 >> self.shift
     }
 
-    /// Tiles of a matrix of `n_tiles` N-tiles and of so many tiles of rows.
-    #[inline(always)]
+    /// Tiles of a matrix of `n_tiles` N-tiles with `row_tiles` tiles of rows.
+    #[device]
     #[must_use]
     pub const fn tiles(n_tiles: u32, row_tiles: u32) -> u32 {
         n_tiles.div_ceil(TILE_N_TILES) * row_tiles
     }
 }
 
-/// A tile, or a part of it, and how to walk its slices.
+/// A tile or a part of it: its place, and the split-K indices `k_split` to before `end` that it multiplies.
 #[derive(Clone, Copy)]
 pub(super) struct Unit {
     /// First N-tile.
     pub n_tile: u32,
     /// First row.
     pub row: u32,
-    /// Number among split tiles.
+    /// Number of its tile among the split tiles.
     pub split: u32,
     pub k_split: u32,
     pub end: u32,
 }
 
-/// What all roles need of a GEMM, read once a phase.
+/// What all roles need of a GEMM. Each reads it once a phase.
 #[derive(Clone, Copy)]
 pub(super) struct GemmPhase {
     pub phase: Global<Phase>,
@@ -221,11 +222,11 @@ pub(super) struct GemmPhase {
 }
 
 impl GemmPhase {
-    /// Of a phase.
+    /// Reads it from a phase.
     ///
     /// # Safety
     /// The phase is a GEMM's: it has tiles of rows.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new(phase: Global<Phase>) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -240,8 +241,8 @@ impl GemmPhase {
         }
     }
 
-    /// The unit of this number, with `rows` rows in a tile. A block has those that are its own number modulo the grid.
-    #[inline(always)]
+    /// Unit `number`, with `rows` rows in a tile. A block has the units whose number is its own modulo the grid.
+    #[device]
     pub fn unit(&self, number: u32, rows: u32) -> Option<Unit> {
         let Share { whole, shift } = self.share;
         let (tile, split, part, shift) = if number < whole {
@@ -262,14 +263,14 @@ impl GemmPhase {
         Some(Unit { n_tile, row, split, k_split, end: k_split + k_splits })
     }
 
-    /// Whether the two blocks of a cluster have the same features of this unit's, for two tiles of rows.
-    #[inline(always)]
+    /// Whether the two blocks of a cluster multiply this unit's features, each by a tile of rows of its own.
+    #[device]
     pub const fn is_of_both(&self, unit: &Unit) -> bool {
         self.row_tiles.is_multiple_of(2) && self.share.is_whole(unit)
     }
 
-    /// Slices of a split-K index.
-    #[inline(always)]
+    /// K-slices of a split-K index.
+    #[device]
     pub fn depth(&self, k_split: u32) -> u32 {
         (self.k / SLICE + K_SPLITS - 1 - k_split) / K_SPLITS
     }

@@ -1,9 +1,9 @@
-//! The end of attention: items that nobody has until somebody asks for them.
+//! The pool of attention: items at the end of the line that belong to no block until a block asks for them.
 //!
-//! Memory does not serve all blocks alike, and not the same ones first in every layer: with all pages shared out
+//! Memory does not serve all blocks equally fast, and the order changes from layer to layer. With all pages shared out
 //! evenly, most blocks would wait for the last one. So the [last runs](super::tile_scheduler) are given out item by
-//! item to blocks that have done their own. The warp that loads pages asks, and tells the one that makes queries.
-//! Whichever block is the last with a split of a run combines it.
+//! item to blocks that have done their own. The warp that loads pages asks, and passes the answer to the warp that
+//! makes queries. The block that is last to finish a split of a run combines the run.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the warp that loads pages [ask](Asking), all lanes of the warp that
@@ -11,44 +11,45 @@
 //! synchronised behind the messages' barriers, and its share is known.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{thread, warp};
+use cuda_std::{device, thread, warp};
 
 use super::tile_scheduler::Assignment;
 use super::{BatchedStep, Memory};
 use crate::ring::{Ring, Shape};
 use crate::waiting;
 
-/// Bytes of a message, of which a word is used: an item's number in the line.
+/// Bytes of a message. One word of it is used: an item's number in the line.
 const MESSAGE_BYTES: u32 = 16;
-/// Instead: there are no more.
+/// The message that there are no more items.
 const END: u32 = u32::MAX;
 
-/// What goes from one warp to the other.
+/// The ring of messages from one warp to the other.
 pub const fn messages(start: u32) -> Shape {
     Shape::new(start, 2, MESSAGE_BYTES)
 }
 
-/// The end of the warp that asks.
+/// The side of the warp that asks.
 pub struct Asking {
     messages: Ring,
-    /// How often all have been given out.
+    /// How often the whole pool has been given out.
     turns: u32,
-    /// Phases up to that in which this warp last asked.
+    /// Number of phases up to and including the one in which this warp last asked.
     phases: u32,
 }
 
 impl Asking {
-    #[inline(always)]
+    #[device]
     pub fn new<const ROWS: u32>() -> Self {
         Self { messages: Ring::producer(Memory::<ROWS>::MESSAGES), turns: 0, phases: 0 }
     }
 
-    /// The next item's number.
+    /// Asks for the pool's next item. Returns its number in the line, and sends it to the other warp; `None` when there
+    /// are no more.
     ///
     /// # Safety
     /// All lanes of the warp call it, in each phase of attention until it gives none. `assignment` is the block's, and
     /// there is a pool.
-    #[inline(always)]
+    #[device]
     pub unsafe fn next(&mut self, p: &BatchedStep, phase: u32, assignment: &Assignment) -> Option<u32> {
         let mut next = END;
         // SAFETY: the caller's word.
@@ -56,13 +57,13 @@ impl Asking {
             if thread::opaque(thread::lane_id()) == 0 {
                 let grid = thread::grid_dim_x();
                 if self.phases <= phase {
-                    // All have been told that there was no more in the turn before.
+                    // By then every block has been told that the pool was empty in the turn before.
                     waiting::long_for_count(p.grid_barriers(), 0, phase * grid);
                     if self.turns == 0 {
                         waiting::for_count(p.pool_words(), 1, grid);
                     }
                 }
-                // A turn gives out all items, and tells every block once that there is none.
+                // In a turn the counter gives out all items, and then tells every block once that there are no more.
                 let turn = self.turns * (assignment.pool_count + grid);
                 let number = atomic::fetch_add(p.pool_words(), 0, 1, Ordering::Relaxed, Scope::Device) - turn;
                 if number < assignment.pool_count {
@@ -84,20 +85,20 @@ impl Asking {
     }
 }
 
-/// The receiving end of these messages.
+/// The side of the warp that is told.
 pub struct PoolMessages(Ring);
 
 impl PoolMessages {
-    #[inline(always)]
+    #[device]
     pub fn new<const ROWS: u32>() -> Self {
         Self(Ring::consumer(Memory::<ROWS>::MESSAGES))
     }
 
-    /// The next item's number.
+    /// The number of the pool's next item in the line; `None` when there are no more.
     ///
     /// # Safety
     /// All lanes of the warp call it, as often as the other warp [asks](Asking::next).
-    #[inline(always)]
+    #[device]
     pub unsafe fn next(&mut self) -> Option<u32> {
         // SAFETY: the caller's word.
         unsafe {

@@ -1,13 +1,13 @@
-//! What brings weights and pages, rows and queries, and the rows' factors.
+//! The producers: warps that load weights and pages, activations and queries, and the rows' factors.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the warp that is named call what is unsafe here, once for each
-//! launch or phase, when the block has synchronised behind its barriers. Each ring has one warp that fills it. What
-//! other blocks write it copies when it has waited at the grid barrier; weights nobody writes during the launch, and
-//! pages only when all blocks are done with their phase.
+//! launch or phase, when the block has synchronised behind its barriers. Each ring has one warp that fills it. A
+//! producer copies what other blocks write only when it has waited at the grid barrier. Nobody writes weights during
+//! the launch, and pages are written only when all blocks are done with their phase.
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, GlobalMut, bf16, bulk, tensor, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, bulk, device, tensor, thread, warp};
 
 use super::attention::{Item, find_forms, load_pages, make_queries, send_end};
 use super::peer::keep_step;
@@ -21,21 +21,22 @@ use crate::ring::Ring;
 use crate::stream::{CHUNK_FEATURES, N_TILES, TOGETHER, Wave};
 use crate::weights::{BatchedFormat, Plain, StageSources};
 
-/// Stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
+/// Most stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
 const PAGES_UNDER_WAY: u32 = 5;
 
-/// Likewise of weights: with more than 64 rows a tile memory is not the limit, what counts is that they are there, and
-/// as many come as have room.
+/// Most stages of weights under way at a time. With more than 64 rows a tile memory is not the limit: what counts is
+/// that the weights are there, so as many are loaded as have room.
 const fn weights_under_way<const ROWS: u32>() -> u32 {
     if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }
 
-/// Stages that are copied ahead. What has room in the ring is copied while blocks still finish the phase before, and
-/// all that they exchange there waits in line with copies: so the first ones come one after another, and are there in
-/// time none the less.
+/// Stages that are loaded ahead with a limit. A phase's first stages fill the ring while blocks still finish the phase
+/// before. What blocks exchange then waits in line with these copies. So the first stages are loaded one or two at a
+/// time, and still arrive in time.
 const AHEAD: u32 = 8;
 
-/// How many stages may be under way of a phase that has filled so many, the first of which come `alone`.
+/// How many stages may be under way in a phase that has filled `filled` stages. The first `alone` of them come one at a
+/// time.
 const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
     if filled < alone {
         1
@@ -46,8 +47,8 @@ const fn under_way(filled: u32, alone: u32, most: u32) -> u32 {
     }
 }
 
-/// How many of a phase's stages come alone. Of tiles of 64 rows fewer, and fewest beside gate and up, whose parts
-/// exchange within a cluster.
+/// How many of a phase's first stages come one at a time, after a phase of kind `before`. With tiles of 64 rows they
+/// are fewer. They are fewest after gate and up, whose parts exchange within a cluster.
 const fn alone<const ROWS: u32>(before: u32) -> u32 {
     match before {
         _ if ROWS > 64 => AHEAD,
@@ -56,18 +57,19 @@ const fn alone<const ROWS: u32>(before: u32) -> u32 {
     }
 }
 
-/// The warp that loads weights and pages: what a step adds to pages comes there after attention.
+/// The role of the warp that loads weights and pages. It need not wait for this step's keys and values: they are
+/// written to the pages after attention.
 ///
 /// # Safety
 /// All lanes of one warp beside the consumers call it, once.
-#[inline(always)]
+#[device]
 pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = PhaseKind::EMBED;
         let mut asking = Asking::new::<ROWS>();
-        // How often the two blocks' lanes have synchronised.
+        // How often the lanes of the cluster's two blocks have synchronised.
         let mut steps = 0;
         let mut number = 0;
         while number < p.phase_count {
@@ -98,12 +100,12 @@ pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
     }
 }
 
-/// One lane loads, a stage by one copy: a warp that came together again for each stage, or a lane with four copies to
-/// begin, would take longer for a stage than the products of 128 rows do.
+/// One lane loads a GEMM's weights, one copy a stage. If the warp reconverged for each stage, or one lane began four
+/// copies, a stage would take longer than its MMAs do with 128 rows.
 ///
 /// # Safety
 /// All lanes of the warp call it. The ring is where the phase before left it; `steps` are those of all phases before.
-#[inline(always)]
+#[device]
 unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     p: &BatchedStep,
     gemm: &GemmPhase,
@@ -124,21 +126,21 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
             let mut number = thread::block_idx_x();
             while let Some(unit) = gemm.unit(number, ROWS) {
                 number += thread::opaque(thread::grid_dim_x());
-                // A wave has whole tiles, all but the last.
+                // All waves but the last have whole tiles.
                 cuda_std::assume(p.blocks > 0 && wave_n_tiles > 0);
                 let passed = unit.n_tile / wave_n_tiles * wave_n_tiles;
                 let base = first + u64::from(passed) * u64::from(chunks);
                 let n_tiles = (gemm.n_tiles - passed).min(wave_n_tiles);
                 let wave = Wave { base, rotation: 0, n_tiles, depth: chunks };
-                // Found before the loops: what a producer does for a stage is time that memory waits.
+                // Computed before the loops: while a producer computes, memory waits.
                 let n_tile = unit.n_tile - passed;
                 let by_boxes = F::BY_BOXES && plain.is_null();
                 let stages = StageSources::new(if F::BY_BOXES { plain } else { p.stream }, &wave, n_tile);
                 let bytes = if by_boxes { F::stage_bytes(p) } else { <Plain>::stage_bytes(p) };
                 let mut k_split = unit.k_split;
                 while k_split < unit.end {
-                    // A tile of few rows is done sooner: over a long phase its block got so far ahead that all weights
-                    // were read twice.
+                    // A tile with few rows is done sooner. Over a long phase its block would get so far ahead that all
+                    // weights would be read from memory twice.
                     if ROWS > 64 && gemm.is_of_both(&unit) {
                         keep_step::<ROWS>(*steps % 2);
                         *steps += 1;
@@ -147,18 +149,20 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                     let mut first = wave.together(n_tile, 0) * TOGETHER;
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
-                        // Boxes have few bytes, and consumers would wait for them: they are not held back.
+                        // Boxes have few bytes, and consumers would wait for them. So their number under way has no
+                        // limit.
                         if !by_boxes {
                             let most = under_way(filled, alone, weights_under_way::<ROWS>());
-                            // Where nothing is held back, there is one barrier less to ask.
+                            // Without a limit there is one barrier less to poll.
                             if most < Memory::<ROWS>::RING.stages {
                                 ring.wait_under_way(most);
                             }
                         }
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(bytes);
-                        // Of a last, partial tile with what lies behind it: there is room for it, and nobody uses it.
-                        // With more rows other blocks have other rows for the same weights.
+                        // For a partial last tile this also copies what lies behind it. The stream has room for that,
+                        // and nobody uses it. With more than 64 rows, other blocks read the same weights for other
+                        // rows: L2 should keep them.
                         let (to, full) = (ring.stage_buffer(), ring.full());
                         if by_boxes {
                             let [word, quarter] = F::box_at(k_split, turn % 2 == 1);
@@ -191,11 +195,11 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     }
 }
 
-/// The warp that brings what other blocks wrote: activations, and queries.
+/// The role of the warp that loads what other blocks wrote: activations, and queries.
 ///
 /// # Safety
 /// All lanes of one warp beside the consumers call it, once.
-#[inline(always)]
+#[device]
 pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -209,7 +213,7 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
             if kind == PhaseKind::ATTEND {
                 describe_items::<ROWS>(p, number, &mut items, &mut told);
             } else if PhaseKind::is_gemm(kind) {
-                // Before the grid barrier what does not depend on it.
+                // What does not depend on the grid barrier comes before it.
                 let (gemm, map) = (GemmPhase::new(phase), field!(phase, x: Global<TensorMap>));
                 if thread::lane_id() == 0 {
                     tensor::acquire(map);
@@ -222,18 +226,18 @@ pub unsafe fn produce_rows<const ROWS: u32>(p: &BatchedStep) {
     }
 }
 
-/// Describes attention's items of a phase, and makes their queries.
+/// Describes a phase's items of attention to the consumers, and makes their queries.
 ///
 /// # Safety
 /// All lanes of the warp call it, for a phase of attention. Both rings are where the phase of attention before left
 /// them.
-#[inline(always)]
+#[device]
 pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, items: &mut Ring, told: &mut PoolMessages) {
     // SAFETY: the caller's word.
     unsafe {
         let phase = p.phases.at(number as usize);
         let weight = Factors::load_weight(field!(phase, norm: Global<bf16>));
-        // Words and forms.
+        // Each place keeps an item's words, and then the forms of its pages.
         let kept = |place: u32| Memory::<ROWS>::items().at((8 * place) as usize);
         walk::<ROWS, 0, _>(
             |item| ([], find_forms(p, number, load(p, item))),
@@ -251,17 +255,17 @@ pub unsafe fn describe_items<const ROWS: u32>(p: &BatchedStep, number: u32, item
         );
         send_end(items);
         *items = items.ahead(1);
-        // Activations come where items were kept.
+        // TMA will write activations where the items were kept.
         bulk::fence_proxy_async();
     }
 }
 
-/// One lane loads.
+/// One lane loads a GEMM's activations.
 ///
 /// # Safety
 /// All lanes of the warp call it. Its first lane has acquired the map and waited at the grid barrier, and the ring is
 /// where the GEMM before left it.
-#[inline(always)]
+#[device]
 unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<TensorMap>, mut ring: Ring) -> Ring {
     // SAFETY: the caller's word.
     unsafe {
@@ -290,12 +294,13 @@ unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<Ten
     }
 }
 
-/// Two warps share in finding the rows' factors, before each product that wants them. After attention they put the
-/// step's keys and values into the cache, and before everything one of them finds what the block has of attention.
+/// The role of the two helping warps. Before each GEMM that needs the rows' norm factors, they share in computing them.
+/// After attention they write the step's keys and values to the cache. At the start, one of them runs attention's tile
+/// scheduler for the block.
 ///
 /// # Safety
 /// All lanes of two warps beside the consumers call it, once; `which` is 0 for the one and 1 for the other.
-#[inline(always)]
+#[device]
 pub unsafe fn help<const ROWS: u32>(p: &BatchedStep, which: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -311,7 +316,7 @@ pub unsafe fn help<const ROWS: u32>(p: &BatchedStep, which: u32) {
             let phase = p.phases.at(number as usize);
             let kind = field!(phase, kind: u32);
             if kind == PhaseKind::ATTEND {
-                // Nobody's copies read these pages any more then.
+                // From here on, nobody's copies read these pages any more.
                 p.grid_barrier(number + 1);
                 let grid = thread::grid_dim_x();
                 append(&p.split_heads(phase), thread::block_idx_x() + which * grid, 2 * grid);

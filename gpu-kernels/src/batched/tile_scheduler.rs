@@ -1,17 +1,19 @@
-//! The tile scheduler of attention. It runs once a step: the schedule is the same in all layers, but for the end.
+//! The tile scheduler of attention. It runs once a step: the schedule is the same in all layers, apart from the pool at
+//! its end.
 //!
-//! A *run* is the splits of a tile and a key-value head; an item is one of them. All runs stand in a line, head by head
-//! (so that blocks that are far apart read neighbouring memory at about the same time). The last ones are the
-//! [pool](super::pool). The pages of the others are shared out evenly: a block has the items whose middle page is in
-//! its share. So most of these runs are whole: one block has them, and combines them by itself.
+//! A *run* is the splits of a tile and a key-value head. An item is one of these splits. All runs stand in a line, head
+//! by head, so that blocks which are far apart in the line read neighbouring memory at about the same time. The last
+//! runs are the [pool](super::pool). The scheduler shares out the pages of the other runs evenly: a block has the items
+//! whose middle page is in its share. So most of these runs are whole: one block has all items of the run, and combines
+//! them by itself.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a warp call what is unsafe here, each with its own number as `lane`.
-//! Each item of the line is written by one warp of the grid, and read by others when they have waited for it: by those
-//! of the same block at [`Memory::scheduled`], and those of the pool when all blocks have put theirs.
+//! Each item of the line is written by one warp of the grid, and read by others when they have waited for it: items of
+//! the block at [`Memory::scheduled`], and items of the pool when all blocks have put theirs.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, thread, warp};
+use cuda_std::{GlobalMut, device, thread, warp};
 
 use super::attention::{Item, PACKED, parts};
 use super::{BatchedStep, Memory};
@@ -24,15 +26,15 @@ const PAGES: u32 = SPLIT / PAGE_TOKENS;
 /// Words of an item in [`BatchedStep::items`]: its [words](Item::words), and its pages as
 /// [`load_pages`](super::attention::load_pages) takes them.
 pub const ITEM_WORDS: u32 = 8;
-/// Pages of the pool for each block: so far apart blocks are done with their own. What comes from the pool takes its
-/// block longer.
+/// Pages of the pool for each block: by so much blocks differ in when they finish their own pages. Pages from the pool
+/// cost a block more time than its own.
 const POOL_PAGES: u32 = 4;
-/// There is a pool where blocks have so many times more, and runs at most so many splits in the mean: it gains nothing
-/// where a step is short, nor where contexts are long.
+/// There is a pool if each block has at least `POOL_SHARE` times as many pages, and runs have at most `POOL_SPLITS`
+/// splits in the mean. In a short step, or with long contexts, a pool gains nothing.
 const POOL_SHARE: u32 = 12;
 const POOL_SPLITS: u32 = 8;
 
-/// What a block has, and what nobody has yet: numbers of items in the line.
+/// The items of a block, and those of the pool: the first number in the line, and how many.
 #[derive(Clone, Copy)]
 pub struct Assignment {
     pub first: u32,
@@ -42,55 +44,55 @@ pub struct Assignment {
 }
 
 impl Assignment {
-    /// As a warp of the block left it.
+    /// Loads the assignment that a warp of the block has stored.
     ///
     /// # Safety
     /// The block's share is known: it was waited for.
-    #[inline(always)]
+    #[device]
     unsafe fn load<const ROWS: u32>() -> Self {
         // SAFETY: the caller's word.
         Self::new(unsafe { Memory::<ROWS>::assignment().load16(0) })
     }
 
     /// From its [words](Self::words).
-    #[inline(always)]
+    #[device]
     pub const fn new([first, count, pool_first, pool_count]: [u32; 4]) -> Self {
         Self { first, count, pool_first, pool_count }
     }
 
     /// As four words.
-    #[inline(always)]
+    #[device]
     pub const fn words(&self) -> [u32; 4] {
         [self.first, self.count, self.pool_first, self.pool_count]
     }
 
-    /// One lane leaves it.
+    /// Stores the assignment for the block's other warps.
     ///
     /// # Safety
-    /// One lane of the block calls it, before it tells that the share is known.
-    #[inline(always)]
+    /// One lane of the block calls it, before it says that the share is known.
+    #[device]
     unsafe fn store<const ROWS: u32>(&self) {
         // SAFETY: the caller's word.
         unsafe { Memory::<ROWS>::assignment().store16(0, self.words()) };
     }
 }
 
-/// A lane's part of 32 tiles that follow each other.
+/// One of 32 successive tiles, as a lane holds it.
 #[derive(Clone, Copy)]
 struct Tiles {
     first_row: u32,
-    /// None, if the lane has no tile.
+    /// 0 if the lane has no tile.
     rows: u32,
-    /// The position of its last row.
+    /// The position of the tile's last row.
     last: u32,
-    /// Pages and splits of one key-value head; of those before it among the 32, and of all 32.
+    /// Pages and splits of one key-value head: of the tiles before this one among the 32, and of all 32.
     before: [u32; 2],
     all: [u32; 2],
 }
 
 impl Tiles {
-    /// Of the 32 tiles from `first` on.
-    #[inline(always)]
+    /// Loads the 32 tiles from `first` on.
+    #[device]
     unsafe fn load(p: &BatchedStep, first: u32, lane: u32) -> Self {
         let (mut first_row, mut rows, mut last, mut own) = (0, 0, 0, [0; 2]);
         if first + lane < p.tile_count {
@@ -112,8 +114,8 @@ impl Tiles {
         Self { first_row, rows, last, before, all: up_to.map(|n| warp::shuffle_idx(n, 31)) }
     }
 
-    /// The lane whose tile has this split of all.
-    #[inline(always)]
+    /// The lane whose tile has split number `split` of all splits of the 32 tiles.
+    #[device]
     fn lane_of(&self, split: u32) -> u32 {
         let mut lane = 0;
         unroll!(I < 5; {
@@ -126,10 +128,10 @@ impl Tiles {
     }
 }
 
-/// A lane's split of those of 32 tiles.
+/// A lane's split, one of the splits of 32 tiles.
 #[derive(Clone, Copy)]
 struct Split {
-    /// Which of the 32.
+    /// Number of its tile among the 32.
     tile: u32,
     first_row: u32,
     rows: u32,
@@ -137,13 +139,14 @@ struct Split {
     /// The first row of its sequence.
     since: u32,
     split: u32,
-    /// Pages before its tile's, of those that `Tiles::before` counts.
+    /// Pages of the tiles before its own, as `Tiles::before` counts them.
     run: u32,
 }
 
 impl Split {
-    /// Each lane has the split of this number among all of the tiles. `since` is of a lane's tile.
-    #[inline(always)]
+    /// Gives each lane split `number` of all splits of the tiles. `since` is the first row of the sequence of the
+    /// lane's tile.
+    #[device]
     fn of(tiles: &Tiles, since: u32, number: u32) -> Self {
         let tile = tiles.lane_of(number);
         let of = |n| warp::shuffle_idx(n, tile);
@@ -159,17 +162,17 @@ impl Split {
         }
     }
 
-    /// Splits of its run.
-    #[inline(always)]
+    /// Number of splits of its run.
+    #[device]
     const fn count(&self) -> u32 {
         self.last / SPLIT + 1
     }
 
-    /// The item, of which a block has the splits from `first_split` on.
+    /// Makes the item. The block has the run's splits from `first_split` on.
     ///
     /// # Safety
     /// The lane has one of the step's tiles.
-    #[inline(always)]
+    #[device]
     unsafe fn item(
         &self,
         p: &BatchedStep,
@@ -196,11 +199,12 @@ impl Split {
     }
 }
 
-/// Finds the block's items, and its part of the pool's, and puts them where [`walk`] reads them. One warp does it.
+/// Computes the block's items, and the block's part of the pool's items, and puts them where [`walk`] reads them. One
+/// warp calls it.
 ///
 /// # Safety
 /// All lanes of one warp of each block call it, once in a launch, when the block has synchronised behind its barriers.
-#[inline(always)]
+#[device]
 pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -220,8 +224,8 @@ pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     }
 }
 
-/// Pages and splits of a key-value head.
-#[inline(always)]
+/// The number of pages and of splits of a key-value head, over all tiles.
+#[device]
 pub unsafe fn count_all(p: &BatchedStep, lane: u32) -> [u32; 2] {
     let (mut all, mut first) = ([0; 2], 0);
     while first < p.tile_count {
@@ -233,14 +237,14 @@ pub unsafe fn count_all(p: &BatchedStep, lane: u32) -> [u32; 2] {
     all
 }
 
-/// Finds the items of one of so many that share those beside the pool, and puts them into the line. `all` are a head's
-/// [pages and splits](count_all). It keeps so many parts on chip at most. A warp does it together, and sees them
-/// afterwards.
+/// Computes the items of sharer `number`, where `sharers` blocks or warps share all items outside the pool, and puts
+/// them into the line. `all` are the [pages and splits](count_all) of a head. A whole run stays on chip if it has at
+/// most `parts` sums. A whole warp calls it, and sees the items afterwards.
 ///
 /// # Safety
 /// All lanes of the warp call it. `all` and `pool` are of these tiles, the same for all sharers; `number` is below
 /// `sharers`, and no other warp has it.
-#[inline(always)]
+#[device]
 pub unsafe fn assign(
     p: &BatchedStep,
     all: [u32; 2],
@@ -261,7 +265,7 @@ pub unsafe fn assign(
         let mut assignment = Assignment { first: 0, count: 0, pool_first, pool_count: pool.all[1] };
         let mut kv_head = if begin < end { begin / all[0].max(1) } else { p.work.kv_heads };
         while kv_head < p.work.kv_heads && kv_head * all[0] < end {
-            // Pages and splits before.
+            // Pages and splits of the heads and tiles before.
             let mut before = all.map(|n| kv_head * n);
             let mut first = 0;
             while first < p.tile_count && before[0] < end {
@@ -270,7 +274,7 @@ pub unsafe fn assign(
                 let since = if splits > 0 { first_row(p, &tiles) } else { 0 };
                 let mut i = 0;
                 while i < splits {
-                    // Beyond the last, the last again.
+                    // Lanes beyond the last split take the last one.
                     let of_32 = (i + lane).min(splits - 1);
                     let split = Split::of(&tiles, since, of_32);
                     let (run, pages, count) = (before[0] + split.run, split.last / PAGE_TOKENS + 1, split.count());
@@ -280,7 +284,7 @@ pub unsafe fn assign(
                         let (begins, ends) = (begin <= middle(0), middle(count - 1) < end);
                         let next = split.split + 1;
                         let is_last = if ends { next == count } else { end <= middle(next) };
-                        // The first with that much before its middle.
+                        // The first split of the run whose middle page is in this share.
                         let first_split = if begins { 0 } else { (begin - run - PAGES / 2).div_ceil(PAGES) };
                         let fits = count * split.rows * p.work.group() <= parts;
                         let whole = begins && ends;
@@ -304,11 +308,11 @@ pub unsafe fn assign(
     }
 }
 
-/// Takes up what [`schedule`] found in a launch before. One warp does it.
+/// As [`schedule`], for a launch that takes over the schedule of an earlier one. One warp calls it.
 ///
 /// # Safety
 /// As for [`schedule`]; a launch before has left the share of each block, and all items.
-#[inline(always)]
+#[device]
 pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
     unsafe {
@@ -320,40 +324,40 @@ pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
         warp::sync_warp();
         Memory::<ROWS>::scheduled().arrive_if(lane == 0);
         if lane == 0 {
-            // The pool is there.
+            // Counts the block as done with the pool's items, which are there already.
             atomic::fetch_add(p.pool_words(), 1, 1, Ordering::Release, Scope::Device);
         }
     }
 }
 
-/// The runs of the line's end, of the last key-value head.
+/// The pool: the last runs of the line, all of the last key-value head.
 pub struct Pool {
-    /// The first of the 32 tiles that it begins among, and its first tile.
+    /// The first of the 32 tiles among which the pool begins, and the pool's first tile.
     group: u32,
     tile: u32,
-    /// Splits before it, of these 32.
+    /// Splits of these 32 tiles that come before the pool.
     skipped: u32,
-    /// Its pages and splits.
+    /// Pages and splits of the pool.
     all: [u32; 2],
 }
 
 impl Pool {
-    /// Nothing.
-    #[inline(always)]
+    /// An empty pool.
+    #[device]
     pub const fn none(p: &BatchedStep) -> Self {
         Self { group: p.tile_count, tile: p.tile_count, skipped: 0, all: [0; 2] }
     }
 
-    /// From the pages and splits of a head.
-    #[inline(always)]
+    /// Computes the pool's size and start. `all` are the pages and splits of a head.
+    #[device]
     unsafe fn find(p: &BatchedStep, all: [u32; 2], lane: u32) -> Self {
         let wanted = thread::grid_dim_x() * POOL_PAGES;
-        // It is of one head.
+        // The pool does not go beyond one head.
         let is_worth = wanted * POOL_SHARE <= all[0] * p.work.kv_heads && all[1] <= POOL_SPLITS * p.tile_count;
         let wanted = if is_worth { wanted.min(all[0]) } else { 0 };
         let mut pool = Self::none(p);
         while pool.all[0] < wanted {
-            // The whole of the group before, or its end.
+            // Takes in the whole group of 32 tiles before, or its end.
             pool.group = (pool.group - 1) / 32 * 32;
             // SAFETY: the caller's word.
             let tiles = unsafe { Tiles::load(p, pool.group, lane) };
@@ -368,12 +372,12 @@ impl Pool {
         pool
     }
 
-    /// Puts the items, whole splits first and runs' last ones behind them: what comes last is to be small. Blocks do it
-    /// together.
+    /// Puts the pool's items into the line. The last splits of all runs, which may be short, come behind the others:
+    /// the last items to be taken ought to be small. All blocks share the work.
     ///
     /// # Safety
     /// All lanes of one warp of each block call it. `to` is the number of the pool's first item in the line.
-    #[inline(always)]
+    #[device]
     unsafe fn put(&self, p: &BatchedStep, to: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -389,7 +393,7 @@ impl Pool {
                         let since = first_row(p, &tiles);
                         let number = (i + lane).min(tiles.all[1] - 1);
                         let split = Split::of(&tiles, since, number);
-                        // How many runs have ended before.
+                        // How many runs of the pool end before this one.
                         let runs = first + split.tile - self.tile;
                         let item = split.item(p, p.work.kv_heads - 1, split.split, true, (false, false));
                         let place = if split.split + 1 == split.count() {
@@ -420,7 +424,7 @@ impl Pool {
 ///
 /// # Safety
 /// The lane's tile is one of the step's, or none.
-#[inline(always)]
+#[device]
 unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
     // SAFETY: the caller's word.
     unsafe {
@@ -433,16 +437,16 @@ unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp walks the block's items, and those that it is given from the pool: each lane looks one up by its number in
-/// the line, 32 at a time, and then they are visited one after another. Of what `look_up` gives of an item the first
-/// words are kept in registers, and given to all lanes by `visit`; what else there is a lane may `keep` in one of 32
-/// places, of which `visit` is told. `begin` is called when the first are looked up, and before anything is kept;
-/// `from_pool` when there are no more of the block's own, and there is a pool.
+/// A warp visits the block's items one after another, and then items that it gets from the pool. For the block's own,
+/// each lane looks up one item by its number in the line, 32 at a time. The first part of what `look_up` returns stays
+/// in the lane's registers until all lanes get it with `visit`. The lane may `keep` the second part in one of 32
+/// places; `visit` is told which. `begin` is called after the first look-up, and before anything is kept. `from_pool`
+/// is called once the block's own items are done, if there is a pool.
 ///
 /// # Safety
 /// All lanes of the warp call it, once for a phase; the block's share becomes known without it. `look_up` may be called
-/// for the block's items and those of the pool, `visit` and what else is given by all lanes together.
-#[inline(always)]
+/// for the block's items and those of the pool. All lanes together may call `visit` and the other functions.
+#[device]
 pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
     look_up: impl Fn(u32) -> ([[u32; 4]; N], F),
     keep: impl Fn(u32, F),
@@ -478,7 +482,7 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
                     break;
                 }
                 let Some(number) = from_pool(&assignment) else { break };
-                // All lanes have the same.
+                // All lanes look up the same item.
                 let (next, rest) = look_up(number);
                 keep(place, rest, thread::opaque(thread::lane_id()) == 0);
                 next
@@ -498,7 +502,7 @@ pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
 ///
 /// # Safety
 /// The item is one of the step's, and `number` is its own in the line.
-#[inline(always)]
+#[device]
 unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -518,11 +522,11 @@ unsafe fn put(p: &BatchedStep, item: &Item, number: u32) {
     }
 }
 
-/// An item of the line, as it was [put] there: its words, and its pages.
+/// Loads an item of the line as it was [put] there: its words, and its pages.
 ///
 /// # Safety
 /// The item was put, and shown to this warp.
-#[inline(always)]
+#[device]
 pub unsafe fn load(p: &BatchedStep, number: u32) -> [[u32; 4]; 2] {
     // SAFETY: the caller's word.
     let from: GlobalMut<u32> = unsafe { p.items.at((number * ITEM_WORDS) as usize) };

@@ -1,17 +1,17 @@
-//! Attention within the step: keys and values come through the ring, and this step's own are put into their pages
-//! there ([`heads`](super::heads)).
+//! Attention within the decode kernel. Keys and values come through the ring, and consumers put this step's own into
+//! their pages there ([`heads`](super::heads)).
 //!
 //! # Safety
-//! The same as for all [consumers](super::consumer): all lanes of the eight warps call what is unsafe here, in the same
-//! order, since they synchronise. Shares and tiles are the step's. The ring's next stages are the pages of the share in
-//! hand, keys first, which the producer has from the same [`Units`]. A warp reads a page when it has waited for it, or
-//! has synchronised with one that has, and all release it once. In scratch memory queries come first; behind them lies
-//! what queries are made with, and then the tiles' weights or sums: one is written when all have synchronised since
-//! they read the other.
+//! As for all [consumers](super::consumer): all lanes of the eight warps call what is unsafe here, in the same order,
+//! since they synchronise. Shares and tiles are the step's. The ring's next stages have the pages of the current share,
+//! keys first; the producer knows the share from the same [`Units`]. A warp reads a page once it has waited for it, or
+//! has synchronised with a warp that has. Every warp releases every page once. In scratch memory the queries come
+//! first. Behind them lies what queries and keys are made with, and later the tiles' weights or sums: either is written
+//! only when all have synchronised since they read the other.
 
 use core::ops::Range;
 
-use cuda_std::{bulk, shared, thread, warp};
+use cuda_std::{bulk, device, shared, thread, warp};
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 use super::WGMMA;
@@ -28,7 +28,7 @@ use crate::exchange::WordKind;
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, PageLayout};
 use crate::ring::Ring;
 
-/// Tiles of pairs whose queries are in shared memory at a time.
+/// Tiles of pairs whose queries fit in shared memory at a time.
 pub const TILES: u32 = 4;
 /// Bytes of a query, a key or a value.
 pub const QUERY: u32 = HEAD_DIM * 2;
@@ -38,28 +38,29 @@ pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
 pub const LAYOUT: PageLayout = PageLayout::HALVES;
 const _: () = assert!(2 * TileWeights::BYTES <= Attend::SHARED_BYTES);
 
-/// What a block has in shared memory for attention.
+/// What a block has prepared in shared memory for attention.
 struct Prepared {
-    /// Queries: of which key-value head,
+    /// The key-value head whose queries are there.
     kv_head: u32,
-    /// and of which tiles.
+    /// The tiles whose queries are there.
     tiles: Range<u32>,
-    /// What queries and keys are made with.
+    /// Whether what queries and keys are made with is there.
     staged: bool,
-    /// Where the next tile's weights go, of two places,
+    /// Which of two places the next tile's weights go to.
     place: u32,
-    /// and how many of them nobody reads any more.
+    /// How many of the two places nobody reads any more.
     free: u32,
-    /// How many shares [`attend_all`](Consumer::attend_all) had.
+    /// How many shares [`attend_all`](Consumer::attend_all) has taken.
     turn: u32,
 }
 
 impl Prepared {
-    /// Places for the weights of so many tiles; a barrier may have to come before they are written.
-    #[inline(always)]
+    /// Places for the weights of `N` tiles, and whether a barrier must come before they are written.
+    #[device]
     fn places<const N: usize>(&mut self) -> ([TileWeights; N], bool) {
         let (place, barrier) = (self.place, self.free < N as u32);
-        // The barrier behind a tile's weights is also behind what was read before.
+        // All warps synchronise once they have written these weights. By then they have read all earlier ones, so any
+        // other place is free.
         (self.place, self.free) = (place + N as u32, 2 - N as u32);
         let mut places = [TileWeights::at(0); N];
         unroll!(T < N of 2; {
@@ -71,11 +72,12 @@ impl Prepared {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// What a block can do for attention of several rows before it knows the projections.
+    /// What a block can do for attention of several rows before the projections are there: it loads its units, and
+    /// stages what queries and keys are made with.
     ///
     /// # Safety
     /// Nobody uses scratch memory behind the queries any more.
-    #[inline(always)]
+    #[device]
     pub unsafe fn before_attention(&self, layer: u32) -> Units {
         // SAFETY: the caller's word.
         unsafe {
@@ -87,13 +89,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Attention over the grid, from the projections to before the blocks' next barrier.
+    /// The block's part of attention, from the projections to the next grid barrier, which it leaves to the caller. The
+    /// splits are combined by then.
     ///
     /// # Safety
-    /// All consumers of every block call it, with the block's units for the layer. Scratch memory is free, but for what
-    /// [`before_attention`](Self::before_attention) left, which comes before it unless `ONE`; with several rows a grid
-    /// barrier has shown the projections.
-    #[inline(always)]
+    /// All consumers of every block call it, with the block's units for the layer. Unless `ONE`,
+    /// [`before_attention`](Self::before_attention) comes before, and a grid barrier has shown the projections. Scratch
+    /// memory is free, but for what `before_attention` left.
+    #[device]
     pub unsafe fn attention<const VECTORS: usize, const ONE: bool, const ATTENTION: u8>(
         &mut self,
         layer: u32,
@@ -106,7 +109,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let assigned = (units.group, units.tile_rows);
             let are_whole = ROWS == SEQUENCES && units.are_whole();
             if ONE && units.is_empty() {
-                // As in a product that a block has no N-tile of.
+                // Waits here, as in `pass_by`: polling for later words would slow down the other blocks.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
             while let Some(share) = units.take::<ROWS, ATTENTION, SHORT>(self.p.work.kv_heads) {
@@ -134,17 +137,17 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// One beyond the last row of a share's sequence.
-    #[inline(always)]
+    #[device]
     pub unsafe fn end_of(&self, share: &Share) -> u32 {
         // SAFETY: the caller's word: the share's rows are there.
         if ROWS == SEQUENCES { unsafe { sequences::end(share.first_row) } } else { self.count }
     }
 
-    /// Tiles of pairs against up to four pages of a key-value head.
+    /// Attention of a share's tiles of pairs against up to four pages of a key-value head.
     ///
     /// # Safety
     /// All consumers call it, for the units' next share. `prepared` is what the shares before it in this layer left.
-    #[inline(always)]
+    #[device]
     unsafe fn share<const VECTORS: usize, const ONE: bool>(
         &mut self,
         attend: &Attend,
@@ -159,7 +162,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let &Share { kv_head, split, pages, ref tiles, .. } = share;
             let mut tile = tiles.start;
-            // Rows whose values are put into the ring when keys have left it.
+            // With a short ring: rows whose values go into the ring once the keys have left it.
             let mut later = 0..0;
             while tile < tiles.end {
                 if (tile - tiles.start).is_multiple_of(TILES) {
@@ -174,7 +177,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         prepared.tiles = batch.clone();
                         batch
                     };
-                    // Of this step's keys those of this split, up to where the tiles' rows end.
+                    // This step's keys in this split, up to the last row of the share's tiles.
                     let own = if tile == tiles.start {
                         let own = self.own_rows(share);
                         let reached = share.first_row + (tiles.end - share.first_tile) * tile_rows;
@@ -184,7 +187,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     };
                     if fresh.start < fresh.end || own.start < own.end {
                         if !ONE && !prepared.staged {
-                            // Some may still read weights there.
+                            // Other warps may still read weights there.
                             sync();
                             self.stage(layer);
                             sync();
@@ -210,7 +213,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         sync();
                     }
                 } else {
-                    // A share's first tiles wait for what the ring brings.
+                    // Only a share's first tiles wait for the ring's stages.
                     let wait = (first == tiles.start).then(|| later.clone());
                     if !ONE && first + 1 < tiles.end {
                         tile += 2;
@@ -229,8 +232,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The step's rows of a share's sequence that have their keys in its split.
-    #[inline(always)]
+    /// The step's rows of a share's sequence whose keys are in the share's split.
+    #[device]
     unsafe fn own_rows(&self, share: &Share) -> Range<u32> {
         // SAFETY: the caller's word.
         let (first, count) = unsafe { (self.slot(share.first_row), self.end_of(share) - share.first_row) };
@@ -239,12 +242,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         share.first_row + start..share.first_row + end.max(start)
     }
 
-    /// All of the step's pairs against up to four pages of a key-value head.
+    /// Attention of all of the step's pairs, by `wgmma`, against up to four pages of a key-value head.
     ///
     /// # Safety
     /// As for [`share`](Self::share), of a step that is for attention by `wgmma`.
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-    #[inline(always)]
+    #[device]
     unsafe fn share_of_all<const VECTORS: usize>(
         &mut self,
         attend: &Attend,
@@ -259,7 +262,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let is_fresh = prepared.kv_head != share.kv_head || prepared.tiles.is_empty();
             if is_fresh || own.start < own.end {
                 if !prepared.staged {
-                    // Some may still read what is there.
+                    // Other warps may still read what is there.
                     sync();
                     self.stage(layer);
                     sync();
@@ -276,14 +279,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// A tile of few pairs, against the keys and values in the ring's next stages, of so many `pages` each. They are
-    /// released at the `end` of a share: of several rows before the results are there, and of one row, for which
-    /// others wait, afterwards.
+    /// Attention of a tile of few pairs, against the keys and values in the ring's next stages, `pages` stages each. At
+    /// the `end` of a share the stages are released. With several rows that comes before the results are written, with
+    /// one row afterwards, since other blocks wait for the results.
     ///
     /// # Safety
-    /// All consumers call it. The tile's queries are at `slot`, its step's keys are in their pages, and all have
-    /// synchronised since; `own` rows' values come later. The tile has at most [`QUARTER`] pairs.
-    #[inline(always)]
+    /// All consumers call it. The tile's queries are at `slot`, the step's keys are in their pages, and all have
+    /// synchronised since. The values of `own` rows come later. The tile has at most [`QUARTER`] pairs.
+    #[device]
     unsafe fn attend_few<const ONE: bool>(
         &mut self,
         attend: &Attend,
@@ -332,13 +335,15 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// `N` tiles of more pairs, two at most, from `first` on, likewise; only a short ring's keys are released. With
-    /// `wait` the ring's stages are waited for. Their weights go to `places`, maybe behind a barrier.
+    /// Attention of `N` tiles of more pairs, at most two, from tile `first` on, against the same stages as in
+    /// [`attend_few`](Self::attend_few). Of these it releases only a short ring's keys. With `wait` it waits for the
+    /// stages, and puts the values of the rows in `wait` into a short ring. The tiles' weights go to `places`, behind a
+    /// barrier if the flag beside says so.
     ///
     /// # Safety
-    /// As for [`attend_few`](Self::attend_few), of tiles from `first` on; pages that are not to be waited for were.
-    /// `places` are free, behind a barrier if it says so.
-    #[inline(always)]
+    /// As for [`attend_few`](Self::attend_few), of tiles from `first` on, of any number of pairs. Without `wait` the
+    /// pages were waited for. `places` are free, behind a barrier if the flag beside says so.
+    #[device]
     unsafe fn attend_many<const ONE: bool, const N: usize>(
         &mut self,
         attend: &Attend,
@@ -350,9 +355,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         // SAFETY: the caller's word.
         unsafe {
             let tile = &tiles[0];
-            // The first warp whose keys rows may differ in: of a chain none does.
+            // The first warp whose keys may differ from row to row. In a chain there is none.
             let apart = if ROWS == TREE && !ONE { self.apart(tile.split) } else { WARPS };
-            // Rows of later tiles may reach keys that these do not.
+            // Also if no row here reaches this warp's keys: rows of later tiles may reach them, and do not wait.
             let page = tile.first_key() % SPLIT / PAGE_TOKENS;
             if wait.is_some() && page < pages {
                 self.ring.ahead(page).wait_full();
@@ -381,7 +386,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 if SHORT {
                     self.release_keys(tile, pages, own);
                 }
-                // A lane a page: looking takes its time.
+                // One lane waits for each page, since each look at a barrier takes its time.
                 if tile.lane < pages {
                     self.ring.ahead(skip + tile.lane).wait_full();
                 }
@@ -410,18 +415,20 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Behind how many of the ring's next stages the values are, of as many `pages` as have keys: a [short
-    /// ring](super::short) has released the keys.
-    #[inline(always)]
+    /// How many stages ahead in the ring the values are. They come behind the `pages` stages of keys, which a [short
+    /// ring](super::short) has released already.
+    #[device]
     fn values_after(&self, pages: u32) -> u32 {
         if SHORT { 0 } else { pages }
     }
 
-    /// Releases so many pages of keys, that values may come; and puts those of the step's `own` rows into them.
+    /// Releases `pages` stages of keys, so that values may come there, and puts the values of the step's `own` rows
+    /// into the pages that come.
     ///
     /// # Safety
-    /// All consumers call it, and read the share's keys no more. `own` are rows that have their values in its split.
-    #[inline(always)]
+    /// All consumers call it, and no longer read the share's keys. `own` are rows whose values are in the share's
+    /// split.
+    #[device]
     unsafe fn release_keys(&mut self, tile: &Tile, pages: u32, own: Range<u32>) {
         // SAFETY: the caller's word.
         unsafe {
@@ -430,8 +437,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Which of the split's pages has a warp's keys, if a row of the tile reaches them.
-    #[inline(always)]
+    /// The page of the split that has this warp's keys, if a row of the tile reaches them.
+    #[device]
     unsafe fn page_of(&self, tile: &Tile, pages: u32) -> Option<u32> {
         let rows = tile.group.divide(tile.pairs - 1).0 + 1;
         let page = tile.first_key() % SPLIT / PAGE_TOKENS;
@@ -443,7 +450,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// `pair` is one of the step's, `d` even and below [`HEAD_DIM`]; no other lane puts these.
-    #[inline(always)]
+    #[device]
     unsafe fn put_attended<const ONE: bool>(&self, attend: &Attend, layer: u32, pair: usize, d: u32, word: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -458,22 +465,22 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The same of a row and a head, of several rows.
+    /// [`put_attended`](Self::put_attended) for a row and a head, in a step of several rows.
     ///
     /// # Safety
     /// As for [`put_attended`](Self::put_attended).
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn put_pair(&self, row: u32, head: u32, d: u32, word: u32) {
         let at = element_at(row, head * HEAD_DIM + d);
         // SAFETY: the caller's word.
         unsafe { self.p.work.attended.cast().store(at / 2, word) }
     }
 
-    /// Releases so many chunks that this warp has used, in any order: a lane a chunk.
+    /// Releases the ring's next `chunks` stages, which this warp has used, in any order. A lane releases each.
     ///
     /// # Safety
     /// All lanes of the warp call it, and read these chunks no more. They are the ring's next, at most 32.
-    #[inline(always)]
+    #[device]
     unsafe fn release(&mut self, chunks: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -490,30 +497,30 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The same of chunks that have all arrived, as the warp knows: it has waited for each, or has synchronised with
-    /// one that did. What lanes have stored there, and read by ordinary loads, they have
-    /// [fenced](bulk::fence_proxy_async).
+    /// [`release`](Self::release) of chunks that the warp knows to have arrived: it has waited for each, or has
+    /// synchronised with a warp that did. Lanes have [fenced](bulk::fence_proxy_async) what they stored there, and what
+    /// they read by ordinary loads.
     ///
     /// # Safety
     /// As for [`release`](Self::release), of such chunks.
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn release_seen(&mut self, chunks: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
             warp::sync_warp();
-            // Lanes that arrive nowhere may be further ahead than the ring is long.
+            // For lanes that do not arrive this may lie beyond the ring; it is not accessed then.
             self.ring.ahead(lane).empty().arrive_if(lane < chunks);
             self.ring = self.ring.ahead(chunks);
         }
     }
 
-    /// What a warp weighs its keys by, which are in the ring, of tiles from `first` on.
+    /// The softmax weights of a warp's keys, which are in the ring, for the pairs of tiles from `first` on.
     ///
     /// # Safety
     /// All lanes of a warp call it. `keys` is the stage with the warp's keys, and was waited for; the tiles' queries
     /// are in place, and all have synchronised since.
-    #[inline(always)]
+    #[device]
     unsafe fn weigh<const N: usize>(
         &self,
         attend: &Attend,
@@ -539,23 +546,23 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 }
 
-/// A lane's values of a warp's keys, from a page of them, all of which was loaded.
+/// A lane's part of the values of a warp's keys, from a page of values that was loaded whole.
 ///
 /// # Safety
 /// The stage has the warp's values, and was waited for; nobody releases it before the last one was asked for.
-#[inline(always)]
+#[device]
 unsafe fn values_of(tile: &Tile, page: Ring) -> impl Fn(usize) -> [[u32; 4]; 4] {
     let first = LAYOUT.row(tile.first_key() % PAGE_TOKENS);
     // SAFETY: the caller's word.
     unsafe { values_from(LAYOUT, page.offset() + first, WARP_KEYS - 1, tile.lane) }
 }
 
-/// Makes all places for queries something that can be read, before there are any: [`queries_of`] reads whole tiles.
-/// `thread` of all of the block's.
+/// Clears all places for queries before any query is there, since [`queries_of`] reads whole tiles. `thread` is this
+/// thread's number in the block.
 ///
 /// # Safety
 /// All threads of the block call it, before the block synchronises.
-#[inline(always)]
+#[device]
 pub unsafe fn clear_queries(thread: u32) {
     let mut at = thread * 16;
     while at < QUERY_BYTES {
@@ -565,13 +572,13 @@ pub unsafe fn clear_queries(thread: u32) {
     }
 }
 
-/// A lane's parts of the queries of the tile at this `slot` in shared memory, as [`score_tiles`] wants them. Of pairs
-/// that the tile has not they are anything: such rows meet no other, and count for nothing.
+/// A lane's part of the queries of the tile at this `slot` in shared memory, as [`score_tiles`] takes them. Pairs that
+/// the tile does not have may be anything: no other pair's results depend on them, and theirs are not used.
 ///
 /// # Safety
 /// `slot` is below [`TILES`]. The block has synchronised since all places were [cleared](clear_queries), and nobody
 /// writes these meanwhile.
-#[inline(always)]
+#[device]
 pub unsafe fn queries_of(lane: u32, slot: u32) -> impl Fn(usize) -> [[u32; 4]; 2] {
     // SAFETY: the caller's word: there are so many slots.
     let queries = unsafe { shared::dynamic::<u32>(SCRATCH + slot * PAIRS * QUERY + lane * 16) };

@@ -1,12 +1,12 @@
-//! The splits of a context are added over the grid: of one row from the words in which they come, of several rows
-//! behind a grid barrier. Both ways give the bits of [`combine`](crate::attention::combine).
+//! Adds the splits of a context over the grid. With one row it adds the words in which the parts come; with several
+//! rows it follows a grid barrier. Both ways give the bits of [`combine`](crate::attention::combine).
 //!
 //! # Safety
-//! The same as for all [consumers](super::consumer). All units of the layer's attention leave their parts: of one row
-//! as words, which are waited for; of several before the grid barrier that the block has waited for. Pairs and splits
-//! are the step's.
+//! As for all [consumers](super::consumer). All units of the layer's attention leave their parts: with one row as
+//! words, which are waited for here; with several before the grid barrier that the block has waited for. Pairs and
+//! splits are the step's.
 
-use cuda_std::{bf16, math, shared, thread, warp};
+use cuda_std::{bf16, device, math, shared, thread, warp};
 
 use super::consumer::{Consumer, sync};
 use super::producer::{Share, Units};
@@ -18,28 +18,28 @@ use crate::kv::HEAD_DIM;
 
 /// Dimensions that a block adds at a time: half a head's, two a lane.
 const HALF: u32 = HEAD_DIM / 2;
-/// Splits whose scales the lanes of a warp have.
+/// Splits that a warp takes at a time: each lane has the scale of one.
 const SPLITS: u32 = 32;
-/// How many of these are one warp's to add.
+/// How many of these splits one warp adds.
 const OWN: usize = (SPLITS / WARPS) as usize;
-/// The place of a word that there is none of.
+/// The place of a word that does not exist.
 const NOWHERE: u32 = u32::MAX;
 
-/// What a lane has of [`SPLITS`] splits: words that may yet have to come.
+/// A lane's words of [`SPLITS`] splits. Some may not have come yet.
 struct Parts {
-    /// The maximum and the normaliser of the lane's split; then two dimensions of the first of the warp's own.
+    /// The maximum and the normaliser of the lane's split; then two dimensions of the first split that the warp adds.
     first: [Word; 4],
-    /// Two dimensions of each of the others.
+    /// Two dimensions of each other split that the warp adds.
     more: [Word; 2 * (OWN - 1)],
 }
 
-/// Of a head's [parts](WordKind::Parts), the place of a split's maximum; its normaliser follows.
-#[inline(always)]
+/// The place of a split's maximum among a head's [parts](WordKind::Parts); its normaliser follows.
+#[device]
 const fn scale_place(parts: &Words, split: u32) -> u32 {
     parts.len / (HEAD_DIM + 2) * HEAD_DIM + 2 * split
 }
 
-/// Half a head of one row, as a lane adds its splits.
+/// Half a head of one row, as one lane sees it when it adds the splits.
 struct Half {
     /// The head's [parts](WordKind::Parts).
     words: Words,
@@ -51,28 +51,29 @@ struct Half {
 }
 
 impl Half {
-    /// The place of the maximum and the normaliser of the lane's split of those from `split` on.
-    #[inline(always)]
+    /// The place of the maximum (`k` = 0) or the normaliser (`k` = 1) of the lane's split among those from `split` on.
+    #[device]
     const fn scale(&self, split: u32, k: usize) -> u32 {
         let split = split + self.lane;
         if split < self.splits { scale_place(&self.words, split) + k as u32 } else { NOWHERE }
     }
 
-    /// The places of two dimensions of each of the warp's own.
-    #[inline(always)]
+    /// The place of the `k`-th word of the splits that the warp adds, among those from `split` on: two dimensions of
+    /// each.
+    #[device]
     const fn own(&self, split: u32, k: usize) -> u32 {
         let split = split + self.warp_id + WARPS * (k as u32 / 2);
         if split < self.splits { split * HEAD_DIM + self.d + k as u32 % 2 * 32 } else { NOWHERE }
     }
 
-    /// Those of [`Parts::first`].
-    #[inline(always)]
+    /// The place of the `k`-th word of [`Parts::first`].
+    #[device]
     const fn first(&self, split: u32, k: usize) -> u32 {
         if k < 2 { self.scale(split, k) } else { self.own(split, k - 2) }
     }
 
     /// Asks for the parts of the splits from `split` on.
-    #[inline(always)]
+    #[device]
     unsafe fn ask(&self, split: u32) -> Parts {
         // SAFETY: the caller's word.
         unsafe {
@@ -86,8 +87,8 @@ impl Half {
         }
     }
 
-    /// Waits for them.
-    #[inline(always)]
+    /// Waits for all words of `parts`.
+    #[device]
     unsafe fn settle(&self, split: u32, parts: &mut Parts) {
         // SAFETY: the caller's word.
         unsafe {
@@ -96,15 +97,15 @@ impl Half {
         }
     }
 
-    /// The largest of this lane's maxima of the splits from `split` on, of which four are asked for at a time.
-    #[inline(always)]
+    /// The largest maximum of this lane's splits from `split` on. It asks for four of them at a time.
+    #[device]
     unsafe fn top(&self, mut split: u32) -> f32 {
         let mut top = f32::NEG_INFINITY;
         while split < self.splits {
             let place = |k: usize| self.scale(split + SPLITS * k as u32, 0);
             // SAFETY: the caller's word.
             let mut found = unsafe { self.words.ask_for::<4>(place) };
-            // SAFETY: likewise.
+            // SAFETY: the caller's word.
             unsafe { self.words.settle(&mut found, place) };
             unroll!(K < 4; {
                 if place(K) != NOWHERE {
@@ -119,7 +120,7 @@ impl Half {
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The words of a head's parts in a layer, of one row.
-    #[inline(always)]
+    #[device]
     unsafe fn parts(&self, layer: u32, head: u32) -> Words {
         let p = self.p;
         // SAFETY: the caller's word.
@@ -129,12 +130,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Keeps dimensions `d` and one on of a split's sums for a pair, and with the first of them its maximum and
-    /// normaliser, as [`Attend::keep`] does: of one row as words.
+    /// Keeps dimensions `d` and `d + 1` of a split's sums for a pair, as [`Attend::keep`] does, and with `d` = 0 the
+    /// maximum and the normaliser. If `ONE`, it keeps them as words.
     ///
     /// # Safety
     /// As for [`Attend::keep`].
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn keep_part<const ONE: bool>(
         &self,
         attend: &Attend,
@@ -160,12 +161,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Adds the splits of one row: half a head a block, those without units first.
+    /// Adds the splits of one row. A block takes half a head at a time; blocks without units of attention come first.
     ///
     /// # Safety
-    /// All consumers of every block call it, behind their units of the layer. Nobody uses the queries' place in scratch
+    /// All consumers of every block call it, after their units of the layer. Nobody uses the queries' place in scratch
     /// memory any more.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn combine_of_one(&self, layer: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -182,16 +183,16 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Half of a head of one row: each warp adds the splits of its own from first to last, and then the warps' sums are
-    /// added from first to last.
-    #[inline(always)]
+    /// Adds the splits of half a head of one row. Each warp adds its own splits from first to last; then the warps'
+    /// sums are added from first to last.
+    #[device]
     unsafe fn combine_half(&self, layer: u32, splits: u32, item: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let (head, first) = (item / 2, item % 2 * HALF);
             let half = Half { words: self.parts(layer, head), splits, lane, warp_id, d: first + lane };
-            // The first two are asked for before anything is waited for.
+            // The first two groups of splits are asked for before anything is waited for.
             let (mut parts, mut next) = (half.ask(0), half.ask(SPLITS));
             let mut top = half.top(SPLITS);
             half.settle(0, &mut parts);
@@ -247,11 +248,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Adds the splits of several rows, behind a grid barrier.
+    /// Adds the splits of several rows, after a grid barrier.
     ///
     /// # Safety
-    /// All consumers of every block call it, behind their units of the layer. Scratch memory is free.
-    #[inline(always)]
+    /// All consumers of every block call it, after their units of the layer. Scratch memory is free.
+    #[device]
     pub(super) unsafe fn combine_of_some(&self, attend: &Attend) {
         // SAFETY: the caller's word.
         unsafe {
@@ -272,14 +273,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Whether the splits of a row and head are better added by a warp than by a block: where there are many such items
-    /// and few splits.
-    #[inline(always)]
+    /// Whether a warp should add the splits of a row and head, and not a block: where there are many such items and few
+    /// splits.
+    #[device]
     unsafe fn combines_by_warps(&self) -> bool {
         // SAFETY: the caller's word.
         let (items, last) = unsafe { (self.count * self.p.work.q_heads, Units::last()) };
-        // How often a warp waits for memory, which asks for 8 splits at a time; and a block, once an item and again
-        // behind its barrier.
+        // Compares how often each waits for memory. A warp waits once for each 8 splits. A block waits twice an item:
+        // for its splits, and again behind the item's barrier.
         last / (SPLIT * WARPS) < 2 * ((items - 1) / thread::grid_dim_x())
     }
 
@@ -287,7 +288,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// All blocks have arrived at a grid barrier with their parts, and this one has waited for it.
-    #[inline(always)]
+    #[device]
     unsafe fn combine_by_warps(&self, attend: &Attend, (lane, warp_id): (u32, u32)) {
         let q_heads = self.p.work.q_heads;
         let mut item = thread::block_idx_x() + thread::grid_dim_x() * warp_id;
@@ -301,11 +302,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The same for a share's rows, if it has the last split of its head and the block had all before it.
+    /// Adds the splits of the rows of a share's sequence, if the share has the last split of its head.
     ///
     /// # Safety
     /// The block had all splits of the share's head up to this one.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn combine_share(&self, attend: &Attend, share: &Share, group: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -314,7 +315,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             if last == 0 || share.split < last {
                 return;
             }
-            // Other warps have left parts.
+            // The parts that other warps left are read next.
             sync();
             cuda_std::assume(group > 0);
             let (lane, mut i) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
@@ -332,7 +333,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// # Safety
     /// All lanes of a warp call it. `row` is below the step's rows, `pair` one of its pairs, and all splits have left
     /// their parts, for this warp to see; no other warp combines it.
-    #[inline(always)]
+    #[device]
     unsafe fn combine_item(&self, attend: &Attend, row: u32, pair: usize, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {

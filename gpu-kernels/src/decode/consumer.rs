@@ -1,13 +1,12 @@
-//! What the consumers do with the chunks: a step's GEMMs and attention in their order, and the grid barriers between
-//! them. GEMMs are those of [one row](one), of [several](some), and of both in [e4m3]; a warp's part of the first two
-//! is its [duty].
+//! The consumers: they run a step's GEMMs and attention in order, with grid barriers between them. There are GEMMs of
+//! [one row](one), of [several rows](some), and of either in [e4m3]. In the first two, a warp's part is its [duty].
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the eight consumer warps call what is unsafe here, in the same
-//! order: they synchronise. The block has synchronised before, behind what it makes in shared memory for all roles.
-//! Scratch memory is the consumers' alone. Of what other blocks write they read only what they have waited for: all of
-//! it behind a grid barrier, or word by word in the exchange. What they write for others, they write before they arrive
-//! at the next.
+//! order, since they synchronise. The block has put into shared memory what all roles find there, and has synchronised
+//! since. Scratch memory is the consumers' alone. They read what other blocks write only once they have waited for it:
+//! for all of it at a grid barrier, or word by word in the exchange. What they write for others, they write before they
+//! arrive at the next grid barrier.
 
 mod duty;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
@@ -18,7 +17,7 @@ mod pairs;
 mod some;
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{shared, thread};
+use cuda_std::{device, shared, thread};
 
 use super::problem::Problem;
 use super::producer::Units;
@@ -39,11 +38,11 @@ use outputs::{Addend, Output};
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][row][feature]`.
 pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
-/// The consumers' state; of rows that are [so](super::CHAIN) to each other, with a [short](super::short) ring or not.
-/// It is made when the block has synchronised behind what it leaves in shared memory for all roles.
+/// The consumers' state. `ROWS` says [how the rows relate](super::CHAIN); `SHORT` selects the [short](super::short)
+/// ring. It is made once the block has put into shared memory what all roles find there, and has synchronised.
 pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub p: &'a DecodeStep,
-    /// Rows.
+    /// The step's rows.
     pub count: u32,
     /// The first sequence flag of the step's [words](crate::exchange).
     pub flag: u32,
@@ -55,33 +54,33 @@ pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
 }
 
 /// The 8 consumer warps of a block synchronise.
-#[inline(always)]
+#[device]
 pub fn sync() {
     thread::sync_named(1, WARPS * 32);
 }
 
 impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
-    #[inline(always)]
+    #[device]
     pub fn new<F: WeightFormat>(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(super::ring::<F>(SHORT));
         let (grid, place) = (thread::grid_dim_x(), thread::block_idx_x());
         Self { p, count, flag, ring, rows: Divisor::new(count), grid, place }
     }
 
-    /// The position of the first row; the others follow it, or have the slots that do.
-    #[inline(always)]
+    /// The position of the first row. The positions of the other rows follow it, or in a tree their slots do.
+    #[device]
     pub fn first_position(&self) -> u32 {
         // SAFETY: left there before the roles parted, and there is no consumer before that.
         unsafe { Units::last() + 1 - self.count }
     }
 
-    /// All layers and the head. `ONE` row is exchanged with other blocks as [words with a sequence
-    /// flag](crate::exchange), others through memory with grid barriers.
+    /// Runs all layers and the head. If `ONE`, blocks exchange the row's activations as [words with a sequence
+    /// flag](crate::exchange); otherwise through memory, with grid barriers.
     ///
     /// # Safety
     /// The step has `count` rows: one if `ONE`, else at most `TILES` times 8. It is called once, by the consumers of
     /// every block; a warp [produces](super::producer::produce), and if `ONE` another finds [`factors`].
-    #[inline(always)]
+    #[device]
     pub unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ATTENTION: u8>(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -117,19 +116,20 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 }
                 if ONE {
                     if matrix == Matrix::Qkv {
-                        // Scratch memory is free.
+                        // Waits until scratch memory is free.
                         sync();
                         self.attention::<1, true, ATTENTION>(layer, Units::load::<ROWS>(self.place));
                     }
                     part = self.part(index, 0);
                     continue;
                 }
-                // Between arrival and wait comes what needs nothing of this phase from the other blocks.
+                // What follows up to the wait needs nothing of this phase from the other blocks.
                 self.arrive();
                 if matrix == Matrix::Qkv {
                     let units = self.before_attention(layer);
                     self.wait();
-                    // With more at a time the code of a layer is more than an SM keeps of it.
+                    // The number is of vectors that a warp makes at a time. With more, a layer would have more code
+                    // than an SM keeps.
                     if ATTENTION == WGMMA {
                         self.attention::<2, false, ATTENTION>(layer, units);
                     } else {
@@ -139,8 +139,8 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 } else if matrix == Matrix::Output {
                     self.append(layer);
                 }
-                // Nobody writes any more what the first outputs will be added to; and the weight of a norm comes from
-                // far.
+                // Loaded ahead, since a norm's weights come from far. Nobody writes any more what the first outputs
+                // will be added to.
                 part = self.part(index, 0);
                 old = self.first_addends(&part);
             }
@@ -159,12 +159,12 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Notes the time, where a trace was asked for.
+    /// Records the time of a point in the trace, if there is one.
     ///
     /// # Safety
     /// The block's trace, if there is one, has room for all points that it passes. One thread writes it, the first
     /// consumer.
-    #[inline(always)]
+    #[device]
     pub unsafe fn mark(&self, mark: Mark) {
         // SAFETY: the caller's word.
         unsafe {
@@ -181,8 +181,8 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Waits until the consumers of every block are here, and shows each what the others wrote.
-    #[inline(always)]
+    /// Waits until the consumers of every block have arrived, and shows each what the others wrote.
+    #[device]
     pub unsafe fn grid_barrier(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -191,27 +191,27 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Tells the other blocks that this one is here, with all that it wrote. The block's consumers have synchronised
-    /// when it returns.
+    /// Arrives at the grid barrier, and shows the other blocks all that this one wrote. The block's consumers have
+    /// synchronised when it returns.
     ///
     /// # Safety
     /// What the block has to show is written. [`wait`](Self::wait) or [`wait_for_all`](Self::wait_for_all) follows,
     /// once.
-    #[inline(always)]
+    #[device]
     unsafe fn arrive(&self) {
         // SAFETY: the caller's word.
         unsafe {
             sync();
-            // Found again, here and where else one thread acts for the block: kept over the whole step, it would crowd
-            // out what GEMMs need.
+            // Read again, here and wherever else one thread acts for the block: kept over the whole step, the thread's
+            // number would take a register from the GEMMs.
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 atomic::fetch_add(self.p.counters, 0, 1, Ordering::Release, Scope::Device);
             }
         }
     }
 
-    /// [`wait_for_all`](Self::wait_for_all), with a mark.
-    #[inline(always)]
+    /// [`wait_for_all`](Self::wait_for_all), and a mark in the trace.
+    #[device]
     pub(super) unsafe fn wait(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -224,7 +224,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     ///
     /// # Safety
     /// The block has [arrived](Self::arrive) once since it last waited, and so will every other block.
-    #[inline(always)]
+    #[device]
     unsafe fn wait_for_all(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -239,7 +239,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     }
 
     /// The embedding of every row, spread over the grid.
-    #[inline(always)]
+    #[device]
     unsafe fn embed<const ONE: bool>(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -254,10 +254,10 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
             let stride = grid * WARPS * 32;
             let mut row = 0;
             while row < self.count {
-                // Of another row, other blocks take the beginning.
+                // Each row begins at another block, so that rows spread over the grid.
                 let block = (thread::block_idx_x() + row * (p.work.residual.dim / (WARPS * 32))) % grid;
                 let first = block * (WARPS * 32);
-                // A row's token is not waited for where none of its elements are made.
+                // A block that makes none of a row's elements does not wait for its token.
                 if first < p.work.residual.dim {
                     let first = first + thread::thread_idx_x();
                     if ONE {
@@ -278,7 +278,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     }
 
     /// This block's part of the next wave, over the matrix at `index` from `first_n_tile` on.
-    #[inline(always)]
+    #[device]
     fn part(&mut self, index: u32, first_n_tile: u32) -> Part {
         let matrix = self.p.matrix(index);
         // SAFETY: stored before the roles parted, and there is no consumer before that.
@@ -297,15 +297,16 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
 
 /// How consumers multiply weights of a format.
 pub trait Products<F: WeightFormat> {
-    /// One row's, over all waves of a matrix, of which `part` is the first; and what becomes of the outputs.
+    /// Runs the GEMM of one row and its epilogue, over all waves of a matrix. `part` is the block's part of the first
+    /// wave.
     ///
     /// # Safety
-    /// All consumers call it. The step has one row; `part` is the block's of a matrix's first wave, and the ring is
-    /// where its chunks begin, in weights of the format `F`.
+    /// All consumers call it. The step has one row. `part` is the block's part of a matrix's first wave, and the ring
+    /// is where the part's chunks begin, in weights of the format `F`.
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part);
 
-    /// The same of up to `TILES` times 8 rows, once all blocks have arrived with its input; `old` is what the first
-    /// outputs are added to.
+    /// As [`of_one`](Self::of_one), for up to `TILES` times 8 rows. It waits until all blocks have arrived with the
+    /// input. `old` is what the first outputs are added to.
     ///
     /// # Safety
     /// As for [`of_one`](Self::of_one), of at most `TILES` times 8 rows. The block has [arrived](Consumer::arrive).
@@ -317,17 +318,17 @@ pub trait Products<F: WeightFormat> {
     );
 }
 
-/// By fragments in registers.
+/// Products of fragments in registers.
 pub struct OfFragments;
 
 impl<F: FragmentFormat> Products<F> for OfFragments {
-    #[inline(always)]
+    #[device]
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part) {
         // SAFETY: the caller's word.
         unsafe { consumer.gemm_of_one::<F>(part) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,
@@ -350,13 +351,13 @@ pub struct Part {
     end: u32,
     /// The block's place in the rotation.
     place: u32,
-    /// Its N-tiles.
+    /// The block's N-tiles in the wave.
     mine: u32,
 }
 
 impl Part {
-    /// Whether no wave follows.
-    #[inline(always)]
+    /// Whether this is the matrix's last wave.
+    #[device]
     const fn is_last(&self) -> bool {
         self.end == self.problem.n_tiles
     }

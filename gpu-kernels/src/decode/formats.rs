@@ -1,4 +1,4 @@
-//! Which decode kernels read a format, for who launches them.
+//! Which decode kernels read a format, for the host, which launches them.
 
 use core::marker::PhantomData;
 
@@ -11,21 +11,22 @@ use crate::weights::{E4m3, Fp8, Int4, Lossless, Plain, Quantized};
 pub trait DecodeKernels {
     /// For a step of one row.
     type One: Kernel<Params = DecodeStep>;
-    /// Likewise, where the head is [packed](Lossless) beside codes of the layers' matrices; of other formats the same.
+    /// For a step of one row, where the head alone is [packed](Lossless). For formats that have no such kernel it is
+    /// [`One`](Self::One).
     type OneLosslessHead: Kernel<Params = DecodeStep>;
     /// For 2 to 8 rows of a sequence.
     type Few: Kernel<Params = DecodeStep>;
-    /// For 2 to 16.
+    /// For 2 to 16 rows of a sequence.
     type Many: Kernel<Params = DecodeStep>;
-    /// For 2 to 16 that may be a tree.
+    /// For 2 to 16 rows of a sequence that may be a tree.
     type Tree: Kernel<Params = DecodeStep>;
-    /// For 2 to 8 rows, each of a sequence of its own.
+    /// For 2 to 8 rows of several sequences.
     type FewSequences: Kernel<Params = DecodeStep>;
-    /// For 2 to 16.
+    /// For 2 to 16 rows of several sequences.
     type Sequences: Kernel<Params = DecodeStep>;
-    /// In long contexts beside [`Many`](Self::Many), if the format [has](Self::HAS_LONG) such kernels.
+    /// For long contexts, launched beside [`Many`](Self::Many), if the format [has](Self::HAS_LONG) such a kernel.
     type ManyLong: Kernel<Params = DecodeStep>;
-    /// Likewise beside [`Tree`](Self::Tree).
+    /// For long contexts, launched beside [`Tree`](Self::Tree), if the format [has](Self::HAS_LONG) such a kernel.
     type TreeLong: Kernel<Params = DecodeStep>;
     /// Whether there are kernels for [long contexts](DecodeStep::is_long), with attention by `wgmma`.
     const HAS_LONG: bool;
@@ -34,7 +35,8 @@ pub trait DecodeKernels {
 /// The kernels with a [short ring](SHORT_SHARED_BYTES) that read a format.
 pub struct Short<F>(PhantomData<F>);
 
-/// A line for each format: its kernels in the order of [`DecodeKernels`], then those that it may have beside.
+/// Implements [`DecodeKernels`] from a line for each format: its kernels in the order of the trait, then those that
+/// only some formats have.
 macro_rules! decode_kernels {
     ($($format:ty: $($kernel:ident)* $(, long $many_long:ident $tree_long:ident)? $(, head $head:ident)?;)*) => {
         $( decode_kernels!(of $format: $($kernel)* $(, long $many_long $tree_long)? $(, head $head)?); )*
@@ -49,6 +51,10 @@ macro_rules! decode_kernels {
     (of $format:ty: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident $sequences:ident,
         long $many_long:ident $tree_long:ident) => {
         decode_kernels!(of $format, true: $one $one $few $many $tree $few_sequences $sequences $many_long $tree_long);
+    };
+    (of $format:ty: $one:ident $few:ident $many:ident $tree:ident $few_sequences:ident $sequences:ident,
+        long $many_long:ident $tree_long:ident, head $head:ident) => {
+        decode_kernels!(of $format, true: $one $head $few $many $tree $few_sequences $sequences $many_long $tree_long);
     };
     (of $format:ty, $has_long:literal: $one:ident $head:ident $few:ident $many:ident $tree:ident
         $few_sequences:ident $sequences:ident $many_long:ident $tree_long:ident) => {
@@ -69,7 +75,7 @@ macro_rules! decode_kernels {
 
 decode_kernels! {
     Plain: decode_1 decode_8 decode_16 decode_tree decode_8_sequences decode_16_sequences,
-        long decode_16_wgmma decode_tree_wgmma;
+        long decode_16_wgmma decode_tree_wgmma, head decode_1_lossless_head;
     Lossless: decode_1_lossless decode_8_lossless decode_16_lossless decode_tree_lossless
         decode_8_sequences_lossless decode_16_sequences_lossless,
         long decode_16_wgmma_lossless decode_tree_wgmma_lossless;

@@ -1,18 +1,19 @@
-//! What attention within the step is made of: queries, and the keys and values that this step adds.
+//! Makes the queries for attention within the step, and the keys and values that this step adds.
 //!
-//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to blocks of their
-//! own: each then makes the keys and values that this step adds once more for itself. They reach the cache later, when
-//! no block's copies read it any more. Of a step of one row a single block needs them, and it takes them there.
+//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to different blocks.
+//! Each of these blocks makes, for itself, the keys and values that this step adds. They reach the cache later, when no
+//! block's copies read it any more. In a step of one row only one block needs them, and it also writes them to the
+//! cache.
 //!
 //! # Safety
-//! The same as for all [consumers](super::consumer). A `row` is below the step's rows, and a layer below the number of
-//! layers. All that the projection of queries, keys and values leaves was waited for: behind a grid barrier, or of a
-//! step of one row word by word. Pages of the cache have room for every row's slot, and each row's keys and values
-//! there are written by one warp of the grid.
+//! As for all [consumers](super::consumer). A `row` is below the step's rows, and a layer below the number of layers.
+//! All that the projection of queries, keys and values leaves was waited for: at a grid barrier, or in a step of one
+//! row word by word. Pages of the cache have room for every row's slot, and each row's keys and values there are
+//! written by one warp of the grid.
 
 use core::ops::Range;
 
-use cuda_std::{GlobalMut, bf16, shared, thread};
+use cuda_std::{GlobalMut, bf16, device, shared, thread};
 
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES, TILES};
 use super::consumer::Consumer;
@@ -25,20 +26,20 @@ use crate::qkv::{Factors, pack_value};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 
-/// Pieces of four dimensions that a lane takes of a step's values.
+/// The most pieces of a step's values that a lane takes. A piece is four dimensions.
 const VALUES: usize = (MAX_DECODE_ROWS * HEAD_DIM / 4 / (WARPS * 32)) as usize;
-/// Until weights or sums are put there: each row's 64 cosines and 64 sines, then the weights of the queries' and of
-/// the keys' norm.
+/// Where [`stage`](Consumer::stage) puts what queries and keys are made with: each row's 64 cosines and 64 sines, then
+/// the weights of the queries' and of the keys' norm. Later softmax weights or sums lie there.
 const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// Brings what queries and keys are made with into shared memory; known to all after the next barrier. The first
-    /// warp has something else to do when rows are few.
+    /// Brings what queries and keys are made with into shared memory: cosines, sines and norm weights. All see them
+    /// after the next barrier. The last warps take the first rows, since the first warp has other work.
     ///
     /// # Safety
     /// All consumers call it. Nobody uses the memory behind queries before they have synchronised.
-    #[inline(always)]
+    #[device]
     pub unsafe fn stage(&self, layer: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -59,11 +60,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// What a lane needs of that for a query, or a key, of `row`.
+    /// A lane's factors for a query, or a key, of `row`, out of what [`stage`](Self::stage) brought.
     ///
     /// # Safety
     /// [`stage`](Self::stage) has brought them, the consumers have synchronised since, and nothing else came there.
-    #[inline(always)]
+    #[device]
     unsafe fn factors_of(&self, row: u32, is_key: bool) -> Factors {
         // SAFETY: the caller's word.
         unsafe {
@@ -78,15 +79,15 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Makes the queries of `tiles`, and puts the keys and values of `own` rows of this step into their pages in the
-    /// ring; with `ONE` also into the cache, which nobody copies from any more then. Of queries and keys a warp makes a
-    /// vector, `N` under way at a time. `WGMMA`: all queries as rows for `wgmma`, of one tile.
+    /// Makes the queries of `tiles`, and puts the keys and values of this step's `own` rows into their pages in the
+    /// ring. If `ONE`, it also puts these into the cache, which nobody copies from any more by then. A warp makes whole
+    /// queries and keys, `N` at a time. With `WGMMA` there is one tile: it has all queries, as rows for `wgmma`.
     ///
     /// # Safety
     /// All consumers call it, for the share that comes next in the ring, and synchronise before queries, keys or values
-    /// are read. `tiles` are at most as many as there are places for queries, whose content nobody reads any more;
-    /// `own` are rows that have their keys in the share's split. [`stage`](Self::stage) came before, unless `ONE`.
-    #[inline(always)]
+    /// are read. `tiles` are at most as many as there are places for queries, and nobody reads what is in these places
+    /// any more. `own` are rows whose keys are in the share's split. [`stage`](Self::stage) came before, unless `ONE`.
+    #[device]
     pub unsafe fn vectors<const N: usize, const ONE: bool, const WGMMA: bool>(
         &self,
         layer: u32,
@@ -107,7 +108,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let pairs = if ONE { group.value.min(pairs) } else { pairs };
             let all = keys + pairs;
             let end = self.end_of(share);
-            // The keys, then each tile's pairs: row, head, and whether there is one.
+            // The keys come first, then each tile's pairs. Of each: row, head, and whether it exists.
             let vector_of = |i: u32| {
                 if i < keys {
                     (own.start + i, p.work.q_heads + share.kv_head, true)
@@ -118,7 +119,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     (row, share.kv_head * group.value + head, of_tile < tile_rows && row < end && i < all)
                 }
             };
-            // Of values a lane takes four dimensions.
+            // A lane takes four dimensions of a row's value.
             let value = |i: usize| {
                 if ONE {
                     let last = warp_id + 1 == WARPS && i == 0;
@@ -132,7 +133,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             };
             let mut values = [[0f32; 4]; VALUES];
             let mut value_asked = [[words.nothing(); 4]; VALUES];
-            // A short ring has their places later.
+            // A short ring takes the values later.
             let valued = if SHORT { own.start } else { own.end };
             unroll!(I < VALUES of 2; {
                 let (row, d) = value(I);
@@ -144,7 +145,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     }
                 }
             });
-            // Where in the cache they go is found while they are waited for.
+            // The addresses in the cache are found while the words come.
             let (mut key_to, mut value_to) = (GlobalMut::default(), GlobalMut::default());
             if ONE && value(0).0 < own.end {
                 value_to = p.cache(layer).value(p.work.rows.sequences.load(0), self.first_position(), share.kv_head);
@@ -189,7 +190,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         let factors = || if ONE { factors[I] } else { self.factors_of(row, i < keys) };
                         let vector = heads.vector(head, x[I], scales[I], factors);
                         if WGMMA && i >= keys {
-                            // Rows of queries lie as a page's do.
+                            // Queries lie as the rows of a page do.
                             vector.store_in_page(LAYOUT, SCRATCH, i - keys);
                         } else if i >= keys {
                             let slot = (tiles.start * PAIRS + i - keys) % (TILES * PAIRS);
@@ -224,13 +225,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts the values of `own` rows of this step into their pages, which are the ring's next; they are known to all
-    /// after the next barrier.
+    /// Puts the values of this step's `own` rows into their pages, which are the ring's next. All see them after the
+    /// next barrier.
     ///
     /// # Safety
     /// All consumers call it, and synchronise before values are read. The share's keys were released, and `own` are
-    /// rows that have theirs in its split.
-    #[inline(always)]
+    /// rows whose values are in the share's split.
+    #[device]
     pub unsafe fn put_values(&self, kv_head: u32, own: Range<u32>, warp_id: u32) {
         let (heads, d) = (self.p.work.heads(), thread::opaque(thread::lane_id()) * 4);
         let mut row = own.start + warp_id;
@@ -245,12 +246,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Where in the ring this step's `row` goes: in which page, whose pages of this kind begin `skip` chunks further,
-    /// and as which token. The page is there: its copy must not come after.
+    /// Where in the ring the key or value of this step's `row` goes: its page, and its token there. The pages of its
+    /// kind begin `skip` stages ahead. It waits for the page, since the page's copy must not come afterwards.
     ///
     /// # Safety
     /// The row's slot is in the split whose pages come next in the ring.
-    #[inline(always)]
+    #[device]
     unsafe fn own_place(&self, row: u32, skip: u32) -> (Ring, u32) {
         // SAFETY: the caller's word.
         let position = unsafe { self.slot(row) };
@@ -260,48 +261,48 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         (chunk, position % PAGE_TOKENS)
     }
 
-    /// Where a row stands.
-    #[inline(always)]
+    /// A row's position.
+    #[device]
     unsafe fn position(&self, row: u32) -> u32 {
         // SAFETY: the caller's word.
         unsafe { if ROWS == TREE { self.depth_position(row) } else { self.slot(row) } }
     }
 
-    /// The sequence that a row is of.
-    #[inline(always)]
+    /// The sequence of a row.
+    #[device]
     pub unsafe fn sequence(&self, row: u32) -> u32 {
         // SAFETY: the caller's word.
         unsafe { self.p.work.rows.sequences.load(if ROWS == SEQUENCES { row as usize } else { 0 }) }
     }
 
     /// Whether no later row is of the same sequence.
-    #[inline(always)]
+    #[device]
     pub unsafe fn is_last_of_sequence(&self, row: u32) -> bool {
         // SAFETY: the caller's word.
         row + 1 == if ROWS == SEQUENCES { unsafe { sequences::end(row) } } else { self.count }
     }
 
-    /// Where a row's keys and values are put: where it stands, or in a tree its number behind the first row.
-    #[inline(always)]
+    /// The slot for a row's keys and values: its position, or in a tree the first row's position plus the row's number.
+    #[device]
     pub unsafe fn slot(&self, row: u32) -> u32 {
         self.slots()(row)
     }
 
-    /// The same of every row.
-    #[inline(always)]
+    /// The slot of any row, as a function.
+    #[device]
     pub fn slots(&self) -> impl Fn(u32) -> u32 {
         let first = if ROWS == SEQUENCES { 0 } else { self.first_position() };
         // SAFETY: positions were left there before the roles parted, and the caller asks for rows of the step alone.
         move |row| if ROWS == SEQUENCES { unsafe { sequences::position(row) } } else { first + row }
     }
 
-    /// Puts the keys and values of a step of several rows into the cache, after attention: a warp of the grid a vector,
-    /// last warps first.
+    /// Puts the keys and values of a step of several rows into the cache, after attention. Each warp of the grid takes
+    /// a vector at a time; last warps come first.
     ///
     /// # Safety
-    /// All consumers of every block call it, after a grid barrier behind attention of the layer and before they arrive
-    /// at the one behind which the projections of the next are written.
-    #[inline(always)]
+    /// All consumers of every block call it, after a grid barrier that follows the layer's attention, and before they
+    /// arrive at the grid barrier after which the projections of the next layer are written.
+    #[device]
     pub unsafe fn append(&self, layer: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -332,8 +333,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 }
 
-/// A lane's words of head `head` of all three kinds: as [`Heads::load`] has them.
-#[inline(always)]
+/// The places of a lane's words of `head`, counted over all three kinds, in the order of `Heads::load`.
+#[device]
 fn head_words(head: u32) -> impl Fn(usize) -> u32 {
     let first = head * HEAD_DIM + thread::opaque(thread::lane_id()) * 2;
     move |i| first + i as u32 % 2 + i as u32 / 2 * (HEAD_DIM / 2)
@@ -343,7 +344,7 @@ fn head_words(head: u32) -> impl Fn(usize) -> u32 {
 ///
 /// # Safety
 /// There are the four words.
-#[inline(always)]
+#[device]
 unsafe fn ask(words: Words, place: impl Fn(usize) -> u32) -> [Word; 4] {
     let mut asked = [words.nothing(); 4];
     unroll!(I < 4; {

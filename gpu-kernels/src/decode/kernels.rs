@@ -1,15 +1,17 @@
-//! The decode kernels of what a lane unpacks: of each format, for one row, for few and more rows of a sequence, for a
-//! tree, and for rows of several sequences.
+//! The decode kernels of formats whose weights become fragments in registers. Each format has kernels for one row, for
+//! up to 8 and up to 16 rows of a sequence, for a tree, and for rows of several sequences.
 
 use super::{ANY, CHAIN, DecodeStep, MMA, SEQUENCES, THREADS, TREE, decode, decode_one};
-use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized};
+use crate::weights::{Fp8, Int4, Lossless, Plain, PlainLayers, Quantized};
 
 entry_points! {
     (threads = THREADS, min_blocks = 1) of DecodeStep:
 
     /// The forward pass of one row. It has a kernel of its own, so that what several rows need takes none of its
-    /// registers; those for several rows leave a step of one to it.
+    /// registers. The kernels for several rows leave a step of one row to it.
     decode_1: decode_one::<Plain>;
+    /// [`decode_1`], with a packed head.
+    decode_1_lossless_head: decode_one::<PlainLayers<Lossless>>;
     /// [`decode_1`], of packed weights.
     decode_1_lossless: decode_one::<Lossless>;
     /// [`decode_1`], of layers in FP8.
@@ -54,9 +56,9 @@ entry_points! {
     decode_tree_int4: decode::<Quantized<Int4<1>>, 2, TREE, ANY>;
     /// [`decode_tree`], of layers in int4 with scales in f16.
     decode_tree_int4_f16: decode::<Quantized<Int4<2>>, 2, TREE, ANY>;
-    /// The forward pass of 2 to 8 rows, each of a sequence of its own.
+    /// The forward pass of 2 to 8 rows of several sequences.
     decode_8_sequences: decode::<Plain, 1, SEQUENCES, ANY>;
-    /// The forward pass of 2 to 16 rows, each of a sequence of its own.
+    /// The forward pass of 2 to 16 rows of several sequences.
     decode_16_sequences: decode::<Plain<true>, 2, SEQUENCES, ANY>;
     /// [`decode_8_sequences`], of packed weights.
     decode_8_sequences_lossless: decode::<Lossless, 1, SEQUENCES, ANY>;

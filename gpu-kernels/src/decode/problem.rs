@@ -1,11 +1,11 @@
-//! A step's GEMMs, as all layers have them: found once, since what a block finds out between two of them the others
-//! wait for.
+//! The sizes and inputs of a step's GEMMs, which are the same in all layers. A block finds them once, at the start:
+//! other blocks would wait for what it finds between two GEMMs.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. A block stores its problems before it synchronises, and loads them behind that;
+//! `p` is a launch's parameter block. A block stores its problems before it synchronises, and loads them after that;
 //! nobody else writes there.
 
-use cuda_std::{Global, GlobalMut, bf16, shared};
+use cuda_std::{Global, GlobalMut, bf16, device, shared};
 
 use super::{DecodeStep, Matrix, N_TILES, PROBLEMS};
 use crate::exchange::{WordKind, Words};
@@ -27,23 +27,23 @@ pub struct Problem {
     pub depth: u32,
     /// Whether the input has yet to be divided by its norm.
     pub is_normed: bool,
-    /// N-tiles of each block in the last wave,
+    /// N-tiles that every block has in the last wave.
     pub each: u32,
-    /// and how many blocks have one more.
+    /// How many blocks, the first in the rotation, have one more.
     pub more: u32,
 }
 
 impl Problem {
-    /// Bytes of one in shared memory.
+    /// Bytes of a problem in shared memory.
     pub const BYTES: u32 = 48;
 
-    /// A matrix's, of a step by so many blocks.
-    #[inline(always)]
+    /// The problem of a matrix, in a step by `grid` blocks.
+    #[device]
     fn new<F: WeightFormat>(p: &DecodeStep, matrix: Matrix, grid: u32) -> Self {
         let wave = N_TILES * grid;
         // SAFETY: a grid has blocks, and no card has room for 2²⁹.
         unsafe { cuda_std::assume(grid > 0 && wave > 0) };
-        // Not by a kind that is found first: places would be looked up in memory.
+        // Each arm finds its own words: if the kind were found first, places would be looked up in memory.
         let words = |kind| p.exchange.words(kind, 0).first();
         let (words, x) = match matrix {
             Matrix::Output => (words(WordKind::Attended), p.work.attended.read()),
@@ -59,12 +59,12 @@ impl Problem {
         Self { words, x, k, n_tiles, depth, is_normed, each: last / grid, more: last % grid }
     }
 
-    /// Leaves those of all matrices where [`load`](Self::load) finds them, a thread each.
+    /// Stores the problems of all matrices where [`load`](Self::load) finds them, a thread each.
     ///
     /// # Safety
     /// `thread` counts the threads that call it from 0 on, each once: the first five write, and the block has not
     /// synchronised yet. `grid` is the launch's blocks.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store_all<F: WeightFormat>(p: &DecodeStep, thread: u32, grid: u32) {
         if thread < Matrix::COUNT {
             let matrix = Matrix::numbered(thread);
@@ -80,11 +80,11 @@ impl Problem {
         }
     }
 
-    /// A matrix's.
+    /// The problem of a matrix.
     ///
     /// # Safety
     /// The block has synchronised behind [`store_all`](Self::store_all).
-    #[inline(always)]
+    #[device]
     pub unsafe fn load(matrix: Matrix) -> Self {
         // SAFETY: written before the roles part.
         unsafe {
@@ -97,7 +97,7 @@ impl Problem {
     }
 
     /// The input of one row, with this sequence flag.
-    #[inline(always)]
+    #[device]
     pub const fn input(&self, flag: u32) -> Words {
         Words::at(self.words, self.k / 2, flag)
     }

@@ -1,15 +1,15 @@
 //! The producer that keeps the ring of chunks full.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. One thread makes and stores [`Units`], before the block synchronises. Behind that
-//! one whole warp calls [`produce`], and so what that calls; nobody else fills the ring, and consumers take the stages
-//! of the same matrices and units in the same order. Nobody writes weights during the launch; into pages consumers put
-//! the step's own rows, when no copy reads them any more.
+//! `p` is a launch's parameter block. One thread makes and stores [`Units`], before the block synchronises. After that
+//! one whole warp calls [`produce`], and so what [`produce`] calls. Nobody else fills the ring, and consumers take the
+//! stages of the same matrices and units in the same order. Nobody writes weights during the launch. Consumers put the
+//! step's own rows into pages when no copy reads these any more.
 
 use core::ops::Range;
 
 use cuda_std::tensor::TensorMap;
-use cuda_std::{Global, shared, tensor, thread, warp};
+use cuda_std::{Global, device, shared, tensor, thread, warp};
 
 use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, TREE, UNITS, WGMMA, Walk, ring, sequences};
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, QUARTER, SPLIT};
@@ -17,12 +17,12 @@ use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
 use crate::weights::WeightFormat;
 
-/// Whether a step of `count` rows is better with attention by `wgmma`: if its tiles are several, and each block
-/// would have all of a split.
+/// Whether a step of `count` rows is better with attention by `wgmma`: if its pairs are more than one tile and at most
+/// [`ALL_PAIRS`], and each block would have at least one whole split.
 ///
 /// # Safety
 /// `count` is the step's rows, at least 1, which are of one sequence.
-#[inline(always)]
+#[device]
 pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
     // SAFETY: the caller's word: a step has rows.
     let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
@@ -31,34 +31,36 @@ pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
     PAIRS < pairs && pairs <= ALL_PAIRS && DecodeStep::is_long(p.work.kv_heads, splits, thread::grid_dim_x())
 }
 
-/// What falls to a block in attention. A unit is a tile of pairs against one split of a key-value head's keys; a block
-/// takes consecutive ones. Of attention by `wgmma` a unit has all pairs, and a block takes its units from the last on.
+/// A block's units of attention. A unit is a tile of pairs against one split of a key-value head's keys. A block takes
+/// consecutive units. With attention by `wgmma` a unit has all pairs, and a block takes its units from last to first.
 #[derive(Clone, Copy)]
 pub struct Units {
     /// Query heads of a key-value head.
     pub group: Divisor,
     /// Rows of a tile.
     pub tile_rows: u32,
-    /// Splits of the context, as they are scheduled; of several sequences 1 if a block takes all of a head's.
+    /// Splits of the context, as units are numbered. With several sequences: 1 if a block takes all splits of a head,
+    /// else 0.
     splits: u32,
     /// Units of a split.
     tiles: u32,
-    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`; as they are stored for all layers of
-    /// one sequence, units that every block has.
+    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`. As stored for all layers of one
+    /// sequence: the number of units that every block has.
     next: u32,
-    /// One beyond the last that is left; as they are stored, likewise, how many blocks have one more.
+    /// One beyond the last unit that is left. As stored for all layers of one sequence: how many blocks have one unit
+    /// more.
     end: u32,
     /// The last position; of a tree, the last slot.
     last: u32,
 }
 
-/// Units of a block that have their keys and values in common.
+/// Units of a block that share their keys and values.
 pub struct Share {
     pub kv_head: u32,
     pub split: u32,
     /// Pages of the split.
     pub pages: u32,
-    /// Numbers of its tiles among all of the step.
+    /// The numbers of its tiles among all tiles of the step.
     pub tiles: Range<u32>,
     /// The first row of its sequence.
     pub first_row: u32,
@@ -67,11 +69,11 @@ pub struct Share {
 }
 
 impl Units {
-    /// Those of all blocks when the step has `count` rows, to be stored.
+    /// The units of all blocks in a step of `count` rows, to be stored.
     ///
     /// # Safety
     /// `count` is the step's rows, at least 1, which are of one sequence.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> Self {
         // SAFETY: the caller's word: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
@@ -81,7 +83,7 @@ impl Units {
         let group = Divisor::new(p.work.group());
         let splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
-        // A pair never meets another: tiles are smaller where that keeps more blocks busy.
+        // Tiles may have any size, since pairs do not mix: they are smaller where that keeps more blocks busy.
         while tile_rows > 1 {
             let half = tile_rows / 2;
             let more = count.div_ceil(half);
@@ -90,18 +92,18 @@ impl Units {
             }
             (tile_rows, tiles) = (half, more);
         }
-        // Of attention by `wgmma` all tiles of a split are one unit.
+        // With attention by `wgmma` all tiles of a split are one unit.
         let tiles = if ATTENTION == WGMMA { 1 } else { tiles };
         let all = p.work.kv_heads * splits * tiles;
         Self { group, tile_rows, splits, tiles, next: all / grid, end: all % grid, last }
     }
 
-    /// Those of this block when the step has `count` rows of several sequences, the furthest at the position `last`,
-    /// which are [in place](sequences::bring).
+    /// The units of this block in a step of `count` rows of several sequences. `last` is the largest position. The rows
+    /// are [in place](sequences::bring).
     ///
     /// # Safety
     /// `count` is the step's rows, at least 1. The caller is a lane of the warp that [brought](sequences::bring) them.
-    #[inline(always)]
+    #[device]
     pub unsafe fn of_sequences(p: &DecodeStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
         // SAFETY: a grid has blocks.
@@ -111,7 +113,8 @@ impl Units {
         let units = |tile_rows: u32| unsafe { sequences::units(count, p.work.kv_heads, tile_rows) };
         let mut tile_rows = group.divide(PAIRS).0;
         let mut all = units(tile_rows);
-        // As for one sequence; and where no tile has two rows, they are tiles of one.
+        // Tiles are halved as for one sequence, and also where that gives no more units: then no tile has more rows
+        // than the half.
         while tile_rows > 1 {
             let more = units(tile_rows / 2);
             if more > grid && more > all {
@@ -119,31 +122,31 @@ impl Units {
             }
             (tile_rows, all) = (tile_rows / 2, more);
         }
-        // SAFETY: likewise.
+        // SAFETY: the caller's word.
         let (heads, most) = unsafe { sequences::heads(count, p.work.kv_heads, tile_rows) };
-        // Nobody waits for another block's splits then.
+        // Blocks take whole heads if no block has more units for that: then nobody waits for another block's splits.
         let whole = heads.div_ceil(grid) * most <= all.div_ceil(grid);
         let [next, end] = [block, block + 1].map(|block| {
             if !whole {
                 return block * all / grid;
             }
-            // SAFETY: likewise.
+            // SAFETY: the caller's word.
             unsafe { sequences::first_unit(block * heads / grid, count, p.work.kv_heads, tile_rows) }
         });
         Self { group, tile_rows, splits: whole.into(), tiles: 0, next, end, last }
     }
 
     /// Whether a block takes all splits of its heads.
-    #[inline(always)]
+    #[device]
     pub const fn are_whole(&self) -> bool {
         self.splits == 1
     }
 
-    /// Leaves them where [`load`](Self::load) finds them.
+    /// Stores the units where [`load`](Self::load) finds them.
     ///
     /// # Safety
     /// One thread does it, and the block synchronises behind it.
-    #[inline(always)]
+    #[device]
     pub unsafe fn store(&self) {
         // SAFETY: the block's place for them.
         unsafe {
@@ -155,14 +158,14 @@ impl Units {
         }
     }
 
-    /// Those of this block in another layer, where its place in the rotation of the output projection's N-tiles is
-    /// `place`. Blocks with fewer N-tiles come first: a unit's keys and values take a block's ring as long as an N-tile
-    /// does, and all others would wait for those that have more of both. Of several sequences a block has the same
-    /// ones in every layer.
+    /// The units of this block in a layer where its place in the rotation of the output projection's N-tiles is
+    /// `place`. Blocks with fewer N-tiles come first: the keys and values of a unit take as long in a block's ring as
+    /// an N-tile does, and all others would wait for a block that has more of both. With several sequences a block has
+    /// the same units in every layer.
     ///
     /// # Safety
     /// The block has synchronised behind [`store`](Self::store). `place` is below the grid's blocks.
-    #[inline(always)]
+    #[device]
     pub unsafe fn load<const ROWS: u8>(place: u32) -> Self {
         // SAFETY: the block's place for them, written before the roles part.
         unsafe {
@@ -179,22 +182,22 @@ impl Units {
         }
     }
 
-    /// The last position of the step, or slot of a tree, as it was left.
-    #[inline(always)]
+    /// The last position of the step, or the last slot of a tree, as it was stored.
+    #[device]
     pub unsafe fn last() -> u32 {
-        // SAFETY: as above.
+        // SAFETY: the block's place for them, written before the roles part.
         unsafe { shared::dynamic::<[u32; 2]>(UNITS).load(3)[1] }
     }
 
-    /// Whether none are left.
-    #[inline(always)]
+    /// Whether no units are left.
+    #[device]
     pub const fn is_empty(&self) -> bool {
         self.next == self.end
     }
 
-    /// The next that share keys and values, of so many key-value heads. Keys leave a [short](super::short) ring before
-    /// the values come: there they are shared by as many tiles as are weighed together.
-    #[inline(always)]
+    /// Takes the next units that share keys and values; there are `kv_heads` key-value heads. Keys leave a
+    /// [short](super::short) ring before the values come, so there only tiles that are weighed together share them.
+    #[device]
     pub fn take<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(&mut self, kv_heads: u32) -> Option<Share> {
         let most = if are_few::<ROWS>(self.tile_rows, self.group) { 1 } else { 2 };
         let most = |left: u32| if SHORT { left.min(most) } else { left };
@@ -208,7 +211,7 @@ impl Units {
             self.next += share.tiles.end - share.tiles.start;
             return Some(share);
         }
-        // Divisions take time that a step of one row feels.
+        // A division by 1 is skipped: a step of one row would feel its time.
         let divide = |n: u32, by: u32| {
             if by == 1 {
                 return (n, 0);
@@ -222,7 +225,8 @@ impl Units {
         }
         let (item, tile, end);
         if ATTENTION == WGMMA {
-            // Backwards: what the step adds to a head, to its last split or two, is made with the head's queries.
+            // Backwards: a head's last split or two are those that the step adds keys and values to, and these are made
+            // together with the head's queries.
             self.end -= 1;
             (item, tile, end) = (self.end, 0, 1);
         } else {
@@ -236,18 +240,21 @@ impl Units {
     }
 }
 
-/// Whether tiles of so many rows have few pairs, if rows are [so](super::CHAIN) to each other.
-#[inline(always)]
+/// Whether tiles of `tile_rows` rows have few pairs. `ROWS` says [how the rows relate](super::CHAIN): a tree's tiles
+/// never count as few.
+#[device]
 pub const fn are_few<const ROWS: u8>(tile_rows: u32, group: Divisor) -> bool {
     ROWS != TREE && tile_rows * group.value <= QUARTER
 }
 
-/// Chunks under way at a time, when `filled` of a matrix or of the block's pages have been asked for; a wave has so
-/// many `chunks`. TMA serves copies side by side: with as many as the ring has stages, the last chunk before a boundary
-/// would arrive no earlier than those after it, and the ring would be full when the pause begins that it is to bridge.
-/// So it is few until the ring has been filled once behind a boundary, fewer where blocks exchange more there, and then
-/// what memory is fastest with.
-#[inline(always)]
+/// How many chunks may be under way, when `filled` chunks of a matrix or of the block's pages have been asked for. The
+/// block has `chunks` chunks of the wave.
+///
+/// TMA serves copies side by side. With as many under way as the ring has stages, the last chunk before a grid barrier
+/// would arrive no earlier than the chunks after it. The ring would then be full when the pause begins that it is to
+/// bridge. So few chunks are under way until the ring has been filled once after a barrier, and fewer where blocks
+/// exchange more there. After that as many are under way as memory is fastest with.
+#[device]
 const fn under_way(of_one: Option<[u32; 2]>, chunks: u32, filled: u32, stages: u32) -> u32 {
     match (of_one, filled < stages) {
         (Some(_), true) if chunks <= FEW => 2,
@@ -258,18 +265,19 @@ const fn under_way(of_one: Option<[u32; 2]>, chunks: u32, filled: u32, stages: u
     }
 }
 
-/// Chunks of a wave that are over before memory is in its stride: those of models of less than a billion parameters.
+/// A block's wave of so few chunks is over before memory is at full speed. Models of less than a billion parameters
+/// have such waves.
 const FEW: u32 = 8;
 
-/// Stages of the ring beyond those that may be under way. With more of them, a consumer that looks at every third stage
-/// would take a fill of one for the next: see `Duty::load`.
+/// Stages of the ring that must not be under way. If more were under way, a consumer that looks at every third stage
+/// would take one fill of a stage for the next: see `Duty::load`.
 const NOT_UNDER_WAY: u32 = 3;
 
 /// Waits for room for the next chunk.
 ///
 /// # Safety
 /// `under_way` is at least 1, and at most the ring's stages.
-#[inline(always)]
+#[device]
 unsafe fn wait(ring: &Ring, under_way: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -278,20 +286,21 @@ unsafe fn wait(ring: &Ring, under_way: u32) {
     }
 }
 
-/// Tokens of a piece of a page that is copied, half of their dimensions.
+/// Tokens of a piece, which is what one copy brings of a page: half of the dimensions of these tokens.
 pub const PIECE_TOKENS: u32 = 16;
 /// Bytes of a piece.
 const PIECE_BYTES: u32 = PIECE_TOKENS * HEAD_DIM;
-/// Pieces of a half of a page.
+/// Pieces of one half of a page's dimensions.
 const PIECES: u32 = PAGE_TOKENS / PIECE_TOKENS;
 
-/// Starts the copy of a page's keys or values of a head, which begin at this `row` of a layer's: pieces, a lane each.
-/// Nobody reads them again in this step: what blocks exchange stays in L2 instead.
+/// Starts the copies of a page's keys or values of a head, which begin at this `row` of a layer: each lane copies one
+/// piece. Few blocks read them again in this step, so they are the first to leave L2: what blocks exchange stays there
+/// instead.
 ///
 /// # Safety
 /// All lanes of the producer's warp call it. The stage is free, a lane has [acquired](tensor::acquire) the map `pages`,
 /// and `row` is the first of a page's keys, or values, of a head, in a layer that there is.
-#[inline(always)]
+#[device]
 unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -307,12 +316,12 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
     }
 }
 
-/// The producer: one warp walks every wave, and before the output projection the block's share of the cache.
+/// The producer: one warp walks every wave, and before each output projection the block's units of attention.
 ///
 /// # Safety
 /// All lanes of one warp call it, once, when the block has synchronised. `one_row` says whether the step has one row,
-/// and consumers run it so.
-#[inline(always)]
+/// and consumers run it as `ONE`.
+#[device]
 pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
     p: &DecodeStep,
     one_row: bool,
@@ -343,11 +352,11 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, cons
     }
 }
 
-/// The block's part of a matrix.
+/// Fills the ring with the block's part of a matrix.
 ///
 /// # Safety
 /// `walk` has come to the matrix, and the ring is as the matrix before it left it.
-#[inline(always)]
+#[device]
 unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
     p: &DecodeStep,
     mut ring: Ring,
@@ -385,12 +394,12 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
     }
 }
 
-/// The keys of a split's pages, then their values, for each share of the block. What this step adds to them is not
-/// there yet: consumers put it in.
+/// Fills the ring with the block's shares: for each, the keys of the split's pages, then their values. What this step
+/// adds is not in the cache yet: consumers put it into the ring.
 ///
 /// # Safety
 /// `units` are the block's, none of which was taken; `layer` is below the number of layers.
-#[inline(always)]
+#[device]
 unsafe fn produce_cache<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
     p: &DecodeStep,
     ring: &mut Ring,

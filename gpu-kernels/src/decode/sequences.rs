@@ -1,16 +1,17 @@
-//! Attention of a step whose rows are of several sequences: those of one lie together, and follow each other.
+//! The schedule of attention in a step whose rows are of several sequences. The rows of one sequence lie together, at
+//! consecutive positions.
 //!
 //! A unit is a tile of a sequence's rows against a split of one key-value head of that sequence. Units are assigned by
 //! sequence, then key-value head, then split, then tile, so that a block's consecutive units share keys and values, or
-//! come from consecutive splits. Where heads are about as many as blocks, a block takes whole ones and adds their
-//! splits itself.
+//! come from consecutive splits. Where there are about as many heads as blocks, a block takes whole heads and adds
+//! their splits itself.
 //!
 //! # Safety
-//! `p` is the parameter block of a step of several sequences. [`bring`] comes first. What else is unsafe here reads
-//! what that left: the lanes of its warp may call it at once, all others when the block has synchronised. A row is
-//! below the step's rows, `rows` is how many these are, and `tile_rows` is at least 1.
+//! `p` is the parameter block of a step of several sequences. [`bring`] comes first. Everything else that is unsafe
+//! here reads what `bring` left: the lanes of its warp may call it at once, all others once the block has synchronised.
+//! A row is below the step's rows, `rows` is how many these are, and `tile_rows` is at least 1.
 
-use cuda_std::{shared, thread, warp};
+use cuda_std::{device, shared, thread, warp};
 
 use super::producer::Share;
 use super::{DecodeStep, PATHS};
@@ -18,12 +19,12 @@ use crate::attention::SPLIT;
 use crate::kv::PAGE_TOKENS;
 use crate::step::MAX_DECODE_ROWS;
 
-/// Brings each row's position, and where the rows of its sequence end, into shared memory, by the lanes of a warp; and
-/// gives the last position.
+/// Brings each row's position, and the end of its sequence's rows, into shared memory, by the lanes of a warp. Returns
+/// the largest position.
 ///
 /// # Safety
 /// All lanes of a warp call it, before the block synchronises. `count` is the step's rows, 1 to [`MAX_DECODE_ROWS`].
-#[inline(always)]
+#[device]
 pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
     // SAFETY: the caller's word.
     unsafe {
@@ -36,7 +37,7 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
         let before = warp::shuffle_up(sequence, 1);
         let begins = warp::ballot(row == 0 || row >= count || sequence != before);
         if row < count {
-            // There are more lanes than rows, and the first of those that have none begins something.
+            // There are more lanes than rows, and the first lane without a row counts as a beginning.
             let end = row + 1 + (begins >> (row + 1)).trailing_zeros();
             shared::dynamic::<[u32; 2]>(PATHS).store(row as usize, [last, end]);
         }
@@ -49,16 +50,16 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
 }
 
 /// A row's position.
-#[inline(always)]
+#[device]
 pub unsafe fn position(row: u32) -> u32 {
     // SAFETY: the caller's word: written by `bring`.
     unsafe { shared::dynamic::<[u32; 2]>(PATHS).load(row as usize)[0] }
 }
 
-/// The end of the rows of a row's sequence.
-#[inline(always)]
+/// One beyond the last row of a row's sequence.
+#[device]
 pub unsafe fn end(row: u32) -> u32 {
-    // SAFETY: as above.
+    // SAFETY: the caller's word: written by `bring`.
     unsafe { shared::dynamic::<[u32; 2]>(PATHS).load(row as usize)[1] }
 }
 
@@ -74,11 +75,11 @@ struct Extent {
 }
 
 impl Extent {
-    /// Of the sequence whose rows begin at `first`, where a tile has at most so many rows.
+    /// The extent of the sequence whose rows begin at `first`, where a tile has at most `tile_rows` rows.
     ///
     /// # Safety
     /// `first` is the first row of a sequence.
-    #[inline(always)]
+    #[device]
     unsafe fn of(first: u32, tile_rows: u32) -> Self {
         // SAFETY: the caller's word; a tile has rows.
         unsafe {
@@ -89,14 +90,14 @@ impl Extent {
     }
 
     /// Units of a key-value head.
-    #[inline(always)]
+    #[device]
     const fn units(&self) -> u32 {
         self.splits * self.tiles
     }
 }
 
-/// Units of the first `rows` rows, of so many key-value heads, where a tile has at most so many rows.
-#[inline(always)]
+/// How many units the first `rows` rows have, with `kv_heads` key-value heads and tiles of at most `tile_rows` rows.
+#[device]
 pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
     let (mut all, mut first) = (0, 0);
     while first < rows {
@@ -107,8 +108,8 @@ pub unsafe fn units(rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
     all * kv_heads
 }
 
-/// Key-value heads of all sequences together, and the most units that one has.
-#[inline(always)]
+/// How many key-value heads all sequences have together, and the most units that one of them has.
+#[device]
 pub unsafe fn heads(rows: u32, kv_heads: u32, tile_rows: u32) -> (u32, u32) {
     let (mut heads, mut most, mut first) = (0, 0, 0);
     while first < rows {
@@ -119,8 +120,9 @@ pub unsafe fn heads(rows: u32, kv_heads: u32, tile_rows: u32) -> (u32, u32) {
     (heads, most)
 }
 
-/// The number of the first unit of a head, of all sequences' together; or of all units, if there are no more heads.
-#[inline(always)]
+/// The number of the first unit of `head`, which is numbered over all sequences; or how many units there are, if there
+/// is no such head.
+#[device]
 pub unsafe fn first_unit(mut head: u32, rows: u32, kv_heads: u32, tile_rows: u32) -> u32 {
     let (mut before, mut first) = (0, 0);
     while first < rows && head > 0 {
@@ -133,12 +135,13 @@ pub unsafe fn first_unit(mut head: u32, rows: u32, kv_heads: u32, tile_rows: u32
     before
 }
 
-/// The unit with this number, and those behind it up to `most` in all that share its keys and values, of a step that
-/// has it.
+/// The unit with this number, together with the units after it that share its keys and values: at most `most` in all.
+/// The step has such a unit.
 ///
 /// # Safety
-/// `number` is below the [`units`] of all rows: behind the last sequence it would look for more. `most` is at least 1.
-#[inline(always)]
+/// `number` is below the [`units`] of all rows: otherwise it would look for more behind the last sequence. `most` is at
+/// least 1.
+#[device]
 pub unsafe fn share(mut number: u32, most: u32, kv_heads: u32, tile_rows: u32) -> Share {
     let (mut first, mut first_tile) = (0, 0);
     loop {

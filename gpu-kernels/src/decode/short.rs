@@ -1,23 +1,25 @@
 //! The decode kernels for cards whose blocks have less shared memory than Hopper's: 99 KiB from compute capability
 //! 12.0 on, where the ring has [4 stages](super::SHORT_STAGES) instead of 12.
 //!
-//! A split's keys fill it. They are weighed and released, and the split's values come into the same stages. Tiles that
-//! are not weighed together have their keys come again, from L2.
+//! A split's keys fill the ring. Consumers weigh them and release their stages, and the split's values come into the
+//! same stages. For tiles that are not weighed together the keys come again, from L2.
 //!
 //! A barrier only tells two successive phases apart, so no warp may skip a whole turn of the ring. Every warp therefore
 //! reads every chunk of a GEMM, as it does for several rows, and one row runs like several.
 //!
 //! # Safety
-//! The same as for all [decode kernels](super), with [`SHORT_SHARED_BYTES`](super::SHORT_SHARED_BYTES).
+//! As for all [decode kernels](super), with [`SHORT_SHARED_BYTES`](super::SHORT_SHARED_BYTES).
 
 use super::{ANY, CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, run};
 use crate::step::MAX_DECODE_ROWS;
 use crate::weights::{Fp8, FragmentFormat, Int4, Plain, Quantized};
+use cuda_std::device;
 
-/// A step of any rows.
-#[inline(always)]
+/// Runs a step of any number of rows.
+#[device]
 unsafe fn decode<F: FragmentFormat, const ROWS: u8>(p: &DecodeStep) {
-    // Fragments that are made in a stage are one half's of the block.
+    // A stage in which fragments are made must be read by one half of the block alone; here both halves read every
+    // stage.
     const { assert!(!F::IN_PLACE) };
     // SAFETY: the caller's word.
     unsafe {
@@ -31,7 +33,7 @@ unsafe fn decode<F: FragmentFormat, const ROWS: u8>(p: &DecodeStep) {
 entry_points! {
     (threads = THREADS, min_blocks = 1) of DecodeStep:
 
-    /// The forward pass of 1 to 16 rows. Shared memory, as of all of these: [`SHORT_SHARED_BYTES`].
+    /// The forward pass of 1 to 16 rows. Shared memory, as for all kernels of this module: [`SHORT_SHARED_BYTES`].
     ///
     /// [`SHORT_SHARED_BYTES`]: super::SHORT_SHARED_BYTES
     decode_short: decode::<Plain, CHAIN>;

@@ -1,17 +1,17 @@
 //! Attention of a step whose rows are a [tree](crate::tree).
 //!
-//! Of keys that were there before the step every row meets the same. Behind the root each meets those of its own
-//! path, in the columns of their positions. A score is the same in any column: scores against all of the step's keys
-//! are found once, and each row's are put where they belong. Sums of values are not: of them a tile's rows are taken
+//! All rows meet the same keys from before the step. Behind the root, each row meets the keys of its own path, in the
+//! columns of their positions. A score is the same in any column. So scores against all of the step's keys are found
+//! once, and each row's are put where they belong. Sums of values do depend on the columns. So a tile's rows are taken
 //! one after another, each with its own values.
 //!
 //! # Safety
 //! `p` is the parameter block of a step whose rows may be a tree, all slots of which are in one split. [`bring`] comes
-//! first, before the block synchronises. All lanes of a consumer warp call what else is unsafe here, for a share whose
-//! pages are the ring's next stages: those that are read were waited for, the step's own keys and values are in them,
-//! and nobody releases them meanwhile. A row is below the step's rows.
+//! first, before the block synchronises. All lanes of a consumer warp call everything else that is unsafe here, for a
+//! share whose pages are the ring's next stages. The pages that are read were waited for, the step's own keys and
+//! values are in them, and nobody releases them meanwhile. A row is below the step's rows.
 
-use cuda_std::{mma, shared, thread, warp};
+use cuda_std::{device, mma, shared, thread, warp};
 
 use super::attention::LAYOUT;
 use super::consumer::Consumer;
@@ -29,7 +29,7 @@ use crate::tree::Path;
 ///
 /// # Safety
 /// All lanes of a warp may call it, before the block synchronises. `count` is the step's rows.
-#[inline(always)]
+#[device]
 pub unsafe fn bring(p: &DecodeStep, count: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -40,18 +40,18 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) {
     }
 }
 
-/// The way to a row.
+/// The path to a row.
 ///
 /// # Safety
 /// The row is below the step's rows, whose paths were [brought](bring), and the block has synchronised since.
-#[inline(always)]
+#[device]
 pub unsafe fn path(row: u32) -> Path {
     // SAFETY: the caller's word: written before the roles parted.
     Path::from_word(unsafe { shared::dynamic::<u64>(PATHS).load(row as usize) })
 }
 
-/// The slot that the key of `position` lies in for a row of this path, where the root stands at `root`.
-#[inline(always)]
+/// The slot where a row of this path has the key of `position`, where the root's position is `root`.
+#[device]
 fn slot(path: Path, root: u32, position: u32) -> u32 {
     let depth = position.wrapping_sub(root);
     // Keys beyond the row are masked.
@@ -64,54 +64,54 @@ pub type RowScores = [[f32; 4]; 2];
 /// The rows of sixteen pairs.
 #[derive(Clone, Copy)]
 pub struct PairRows {
-    /// Of the first.
+    /// The first pair's row.
     first: u32,
-    /// One beyond that of the last.
+    /// One beyond the last pair's row.
     end: u32,
-    /// Of a lane's two.
+    /// The rows of a lane's two pairs.
     of_lane: [u32; 2],
 }
 
 impl PairRows {
-    /// Of the sixteen pairs of a tile from `first` on.
-    #[inline(always)]
+    /// The rows of the sixteen pairs of a tile from pair `first` on.
+    #[device]
     pub fn of(tile: &Tile, first: u32) -> Self {
         let last = tile.pairs - 1;
         let row = |pair: u32| tile.row(pair.min(last));
         let g = first + tile.lane / 4;
-        // Of pairs that are not there, the last one's.
+        // Pairs that do not exist have the last one's row.
         Self { first: row(first), end: row(first + PAIRS - 1) + 1, of_lane: [row(g), row(g + 8)] }
     }
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Whether a split has positions behind the root's.
-    #[inline(always)]
+    #[device]
     pub fn has_paths(&self, split: u32) -> bool {
         (split + 1) * SPLIT > self.first_position() + 1
     }
 
-    /// The first window of a split in which rows may differ, of [`WARP_KEYS`] keys each: the one with the position
-    /// behind the root's.
-    #[inline(always)]
+    /// The first window of a split in which keys may differ from row to row: the one with the position behind the
+    /// root's. A window has [`WARP_KEYS`] keys.
+    #[device]
     pub fn apart(&self, split: u32) -> u32 {
         (self.first_position() + 1).saturating_sub(split * SPLIT) / WARP_KEYS
     }
 
-    /// Where a row of a tree stands.
-    #[inline(always)]
+    /// The position of a row of a tree.
+    #[device]
     pub unsafe fn depth_position(&self, row: u32) -> u32 {
         // SAFETY: the caller's word.
         self.first_position() + unsafe { path(row) }.depth()
     }
 
     /// Scores of sixteen pairs against the keys of the step's rows, which are in the pages of the split in the ring's
-    /// next stages. They come of the same products, in the same order, as scores against other keys.
+    /// next stages. The products and their order are those of scores against other keys.
     ///
     /// # Safety
     /// All lanes of a warp call it. The ring's next `pages` stages have, or will have, the keys of `split`, in which a
     /// row of the step has its key; `queries` may be called.
-    #[inline(always)]
+    #[device]
     pub unsafe fn score_rows(
         &self,
         (split, pages): (u32, u32),
@@ -125,7 +125,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             }
             warp::sync_warp();
             let root = self.first_position();
-            // Of rows that are in another split, or not there, a key for which nobody asks.
+            // Rows that are in another split, or do not exist, have some other key: nobody asks for their scores.
             let first = root.max(split * SPLIT);
             let last = (root + self.count - 1).min(split * SPLIT + SPLIT - 1);
             let keys = [0, 8].map(|row| {
@@ -142,28 +142,28 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts the scores of each row's own path in the columns of their positions: of 32 keys from `first` on, in whose
-    /// columns are those of slots.
+    /// Puts the scores of each row's own path into the columns of their positions, for the 32 keys from `first` on.
+    /// Until then these columns have the scores of slots.
     ///
     /// # Safety
     /// All lanes of a warp call it, with the same `first`. `from` are the scores of the same pairs.
-    #[inline(always)]
+    #[device]
     pub unsafe fn take_paths(&self, rows: &PairRows, first: u32, lane: u32, from: RowScores, to: &mut [[f32; 4]; 4]) {
         let first = first.wrapping_sub(self.first_position());
         if first.wrapping_add(WARP_KEYS - 1) >= MAX_DECODE_ROWS + WARP_KEYS - 1 {
-            // Code that is jumped over in one piece need not be fetched.
+            // An early return, since code that is jumped over in one piece need not be fetched.
             return;
         }
         // SAFETY: the caller's word.
         let paths = rows.of_lane.map(|row| unsafe { path(row) });
         unroll!(J < 4; {
             let first = first.wrapping_add(8 * J as u32);
-            // From the root on eight columns may have something; behind the deepest row they have not.
+            // Eight columns that end before the root, or begin beyond the deepest row, have nothing to take.
             if first.wrapping_add(7) < MAX_DECODE_ROWS + 7 {
                 unroll!(E < 4; {
                     let depth = first.wrapping_add(2 * (lane % 4) + E as u32 % 2);
                     let row = paths[E / 2].row_at(depth);
-                    // Who has it among the lanes of the pair, and where.
+                    // Which of the pair's lanes has the score; it is in one of four registers there.
                     let holder = (lane & !3) | (row % 8 / 2);
                     let found = |i: usize, e: usize| warp::shuffle_idx(from[i][E / 2 * 2 + e], holder);
                     let [low, high] = [0, 1].map(|i| {
@@ -179,13 +179,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         });
     }
 
-    /// What a warp weighs its keys by, of the ring's next `pages` stages, which have the pages of the split's keys; its
-    /// own are in the first of `keys`.
+    /// The softmax weights of a warp's keys, with each row's own path. The ring's next `pages` stages have the pages of
+    /// the split's keys; the warp's own are in the stage `keys`.
     ///
     /// # Safety
     /// As for [`score_rows`](Self::score_rows). The tile's `warp_id` is the warp's, and the page of its keys was waited
     /// for.
-    #[inline(always)]
+    #[device]
     pub unsafe fn weigh_paths(
         &self,
         attend: &Attend,
@@ -205,14 +205,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The sums of `N` times eight dimensions, at most eight times, from `8 n` on over 32 keys from `first` on, so
-    /// weighed, whose keys may differ between rows. The pages of the split's values begin `skip` stages further in the
-    /// ring.
+    /// The weighted sums of values over the 32 keys from `first` on, which may differ from row to row: of `N` times
+    /// eight dimensions from `8 n` on, `N` at most 8. The pages of the split's values begin `skip` stages further in
+    /// the ring.
     ///
     /// # Safety
     /// All lanes of a warp call it, with the same arguments but for their rows. The pages of values were waited for,
-    /// and have the slot of each of the 32 keys that a row sees: of others anything is read there.
-    #[inline(always)]
+    /// and have the slot of each of the 32 keys that a row sees; for other keys anything is read there.
+    #[device]
     pub unsafe fn add_paths<const N: usize>(
         &self,
         rows: &PairRows,
@@ -223,7 +223,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         // SAFETY: the caller's word.
         unsafe {
             let root = self.first_position();
-            // The first row's are all rows', where no paths part.
+            // Where no paths part, all rows have the first row's values.
             let end = if first + WARP_KEYS > root + 1 { rows.end } else { rows.first + 1 };
             let (mut sums, mut row) = ([[0f32; 4]; N], rows.first);
             while row < end {
@@ -245,9 +245,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 }
 
-/// Where in shared memory the page with the key of a slot begins; with its value, if the pages of values begin `skip`
-/// stages further.
-#[inline(always)]
+/// Where in shared memory the page with a slot's key begins, if `skip` is 0. If the pages of values begin `skip` stages
+/// further, the page with its value.
+#[device]
 fn page_of(ring: &Ring, skip: u32, slot: u32) -> u32 {
     ring.ahead(skip + slot % SPLIT / PAGE_TOKENS).offset()
 }

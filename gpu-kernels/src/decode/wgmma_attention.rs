@@ -1,5 +1,5 @@
-//! Attention of up to [`ALL_PAIRS`] pairs against a split of the keys, by `wgmma`, which Hopper alone has: keys and
-//! values are read from shared memory where they came, once for all pairs.
+//! Attention of up to [`ALL_PAIRS`] pairs against a split of the keys, by `wgmma`, which only Hopper has. Keys and
+//! values are read in the stages where they came, once for all pairs.
 //!
 //! ```text
 //! warpgroup w   S[64 pairs, 128 keys]  = Q · Kᵀ    of pages 2 w and 2 w + 1 of the split
@@ -8,22 +8,21 @@
 //! warpgroup w   O[64 pairs, 64 dims]  += P · V     of all keys, 32 at a time; dimensions from 64 w on
 //! ```
 //!
-//! Windows of 32 keys are what a warp of [`attend`](crate::attention::attend) has, and are added as it adds them: term
-//! by term the sums are those of [`DimSums`](crate::attention::DimSums).
+//! A window of 32 keys is what a warp of [`attend`](crate::attention::attend) has. Windows are added in the same order
+//! as there: term by term the sums are those of [`DimSums`](crate::attention::DimSums).
 //!
-//! It has kernels of its own, for contexts where that is worth it: in one kernel with the other way it takes registers
-//! from GEMMs. The device alone knows which a step wants, so both are launched.
+//! It has kernels of its own, for contexts where it pays: in one kernel with attention by `mma` it would take registers
+//! from GEMMs. Only the device knows which kernel a step is for, so both are launched.
 //!
 //! # Safety
-//! The same as for other [attention](super::attention). All lanes of the consumers' two warpgroups call what is unsafe
-//! here, in the same order: each product is a warpgroup's together. Operands are complete in shared memory; what was
-//! written there by stores was fenced, and all have synchronised since. Nobody writes or releases them before the
-//! product was waited for.
+//! As for other [attention](super::attention). All lanes of the consumers' two warpgroups call what is unsafe here, in
+//! the same order: a whole warpgroup runs each product. Operands are complete in shared memory. What stores wrote there
+//! was fenced, and all have synchronised since. Nobody writes or releases operands before the product was waited for.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::swizzled;
 use cuda_std::wgmma::{self, Columns, Operand};
-use cuda_std::{bulk, math, mma, thread, warp};
+use cuda_std::{bulk, device, math, mma, thread, warp};
 
 use super::attention::{LAYOUT, QUERY, QUERY_BYTES};
 use super::consumer::{Consumer, sync};
@@ -41,19 +40,19 @@ use crate::weights::{Lossless, Plain, WeightFormat};
 const WINDOWS: u32 = SPLIT / WARP_KEYS;
 /// Windows of a page.
 const OF_PAGE: u32 = PAGE_TOKENS / WARP_KEYS;
-/// Bytes of half a head's dimensions.
+/// Bytes of a row: half of a head's dimensions.
 const ROW_BYTES: u32 = HEAD_DIM;
-/// Where half of all queries, or of a page, ends.
+/// Bytes of one half of the dimensions, of all queries or of a page's keys or values.
 const HALF_BYTES: u32 = ALL_PAIRS * ROW_BYTES;
-/// `[pair][window]` maxima, and then normalisers.
+/// Bytes of the `[pair][window]` maxima; as many bytes of normalisers follow.
 const SCALES: u32 = ALL_PAIRS * WINDOWS * 4;
 // Queries lie as the keys of a page do.
 const _: () = assert!(2 * HALF_BYTES == QUERY_BYTES && ALL_PAIRS * QUERY == QUERY_BYTES && ALL_PAIRS == PAGE_TOKENS);
-// Two places: one warpgroup may be a share ahead.
+// There are two places for them, since one warpgroup may be a share ahead.
 const _: () = assert!(QUERY_BYTES + 2 * 2 * SCALES <= SCRATCH_BYTES);
 
-/// A step in a long context.
-#[inline(always)]
+/// Runs a step in a long context.
+#[device]
 unsafe fn decode_long<F: WeightFormat, const ROWS: u8>(p: &DecodeStep) {
     wgmma::declare();
     // SAFETY: the caller's word.
@@ -63,23 +62,23 @@ unsafe fn decode_long<F: WeightFormat, const ROWS: u8>(p: &DecodeStep) {
 entry_points! {
     (threads = THREADS, min_blocks = 1) of DecodeStep:
 
-    /// [`decode_16`](super::decode_16), of long contexts.
+    /// [`decode_16`](super::decode_16), for long contexts.
     decode_16_wgmma: decode_long::<Plain, CHAIN>;
     /// [`decode_16_wgmma`], of packed weights.
     decode_16_wgmma_lossless: decode_long::<Lossless, CHAIN>;
-    /// [`decode_tree`](super::decode_tree), of long contexts.
+    /// [`decode_tree`](super::decode_tree), for long contexts.
     decode_tree_wgmma: decode_long::<Plain, TREE>;
     /// [`decode_tree_wgmma`], of packed weights.
     decode_tree_wgmma_lossless: decode_long::<Lossless, TREE>;
 }
 
-/// Scores of the 64 keys of a stage, in the first or second half of the upper accumulators: begun, and closed as a
-/// group.
+/// Begins the products for the scores of a stage's 64 keys, in the first or second half of the upper accumulators, and
+/// closes them as a group.
 ///
 /// # Safety
 /// All lanes of a warpgroup call it, behind [`fence`](wgmma::fence), and nobody reads or writes this half of the
 /// accumulators before they wait.
-#[inline(always)]
+#[device]
 unsafe fn begin_scores<const SECOND: bool>(queries: Operand, keys: Operand) {
     // SAFETY: the caller's word.
     unsafe {
@@ -92,11 +91,12 @@ unsafe fn begin_scores<const SECOND: bool>(queries: Operand, keys: Operand) {
     }
 }
 
-/// A window's weighted values, likewise: begun, and closed as a group.
+/// Begins the products for a window's weighted values, in the first or second half of the upper accumulators, and
+/// closes them as a group.
 ///
 /// # Safety
 /// As for [`begin_scores`].
-#[inline(always)]
+#[device]
 unsafe fn begin_values<const SECOND: bool>((weights, values): (Operand, Columns)) {
     // SAFETY: the caller's word.
     unsafe {
@@ -108,7 +108,7 @@ unsafe fn begin_values<const SECOND: bool>((weights, values): (Operand, Columns)
     }
 }
 
-/// The scores of a warpgroup's windows of a page, as [`weigh_windows`] takes them.
+/// Reads the scores of the two windows of a warpgroup's page from the accumulators, as [`weigh_windows`] takes them.
 macro_rules! scores {
     ($page:expr) => {{
         let mut s = [[[0f32; 4]; 4]; 2];
@@ -126,14 +126,16 @@ macro_rules! scores {
     }};
 }
 
-/// A lane's sums: two pairs, dimensions `8 j + 2 t` and one on of its warpgroup's.
+/// A lane's sums for two pairs: in entry `j` of dimensions `8 j + 2 t` and the next, in its warpgroup's half.
 type Sums = [[f32; 4]; 8];
 
-/// The same as `[16 dimensions][pair]` four neighbouring ones, so that they are stored at once: of every two lanes
-/// beside each other one has the first eight's, and one the others'. A warp does it together.
-#[inline(always)]
+/// Regroups sums as `[16 dimensions][pair]` four neighbouring dimensions, so that these are stored at once. Of two
+/// neighbouring lanes, the even one gets four of the first eight dimensions, and the odd one four of the others. All
+/// lanes of a warp call it together.
+#[device]
 fn in_fours(sums: Sums, lane: u32) -> [[[f32; 4]; 2]; 4] {
-    // By bits: of a condition the compiler may make a branch, and lanes that part have to be gathered for each shuffle.
+    // By bits: of a condition the compiler may make a branch, and lanes that diverge have to be gathered for each
+    // shuffle.
     let of_upper = thread::opaque(0u32.wrapping_sub(lane % 2));
     let choose = |lower: u32, upper: u32| lower & !of_upper | upper & of_upper;
     let mut fours = [[[0f32; 4]; 2]; 4];
@@ -150,7 +152,7 @@ fn in_fours(sums: Sums, lane: u32) -> [[[f32; 4]; 2]; 4] {
     fours
 }
 
-/// Adds a window's sums, of the first or second half of the upper accumulators.
+/// Adds a window's sums, times their factors, from the first or second half of the upper accumulators.
 macro_rules! add_window {
     ($sums:ident, $second:literal, $factors:expr) => {{
         let factors: [f32; 2] = $factors;
@@ -176,7 +178,7 @@ struct Scales {
     pair: u32,
 }
 
-/// What a lane's two pairs' windows are multiplied by, their largest maxima, and their normalisers.
+/// For a lane's two pairs: what the sums of each window are multiplied by, the largest maxima, and the normalisers.
 struct Factors {
     windows: [[f32; 2]; WINDOWS as usize],
     tops: [f32; 2],
@@ -188,7 +190,7 @@ impl Scales {
     ///
     /// # Safety
     /// `i` is below 2, and `at` one of the two places in scratch memory.
-    #[inline(always)]
+    #[device]
     unsafe fn of(self, i: usize) -> Shared<f32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic::<f32>(self.at + (self.pair + 8 * i as u32) * WINDOWS * 4) }
@@ -198,7 +200,7 @@ impl Scales {
     ///
     /// # Safety
     /// One lane of the four that have the pairs calls it, for a window of the split. Nobody reads this place any more.
-    #[inline(always)]
+    #[device]
     unsafe fn leave(self, window: u32, weights: &SoftmaxWeights) {
         unroll!(I < 2; {
             // SAFETY: the caller's word.
@@ -210,11 +212,11 @@ impl Scales {
         });
     }
 
-    /// A window's maximum and normaliser count for nothing where it has no keys.
+    /// The factors of all windows, the largest maxima and the normalisers. A window without keys counts for nothing.
     ///
     /// # Safety
     /// All windows of the lane's pairs were left, and all consumers have synchronised since.
-    #[inline(always)]
+    #[device]
     unsafe fn factors(self) -> Factors {
         let mut found = Factors { windows: [[0.0; 2]; WINDOWS as usize], tops: [0.0; 2], norms: [0.0; 2] };
         unroll!(I < 2; {
@@ -239,14 +241,14 @@ impl Scales {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// All pairs of the step against a share's keys and values in the ring's next stages, which are released. The
-    /// queries are in place. `turn` counts such shares.
+    /// Attention of all pairs of the step against a share's keys and values in the ring's next stages, which it
+    /// releases. The queries are in place. `turn` counts such shares.
     ///
     /// # Safety
     /// All consumers call it. The step has at most [`ALL_PAIRS`] pairs; their queries, and the keys and values that the
     /// step adds to the split, are in place and fenced, and all have synchronised since. `turn` grows by one from share
     /// to share.
-    #[inline(always)]
+    #[device]
     pub unsafe fn attend_all(&mut self, attend: &Attend, share: &Share, group: Divisor, turn: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -267,17 +269,18 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     [0, 1].map(|m| mma::ldmatrix_x4(shared::dynamic::<u8>(SCRATCH + chunk(m))))
                 };
                 of_rows = self.score_rows((split, pages), lane, queries);
-                // Weights will lie where keys are.
+                // Weights will overwrite keys.
                 sync();
             }
             self.weigh_all(attend, &tile, (ring, pages), scales, (&rows, of_rows), has_paths);
-            // Lanes that wait for a page each would have to be gathered again, which takes longer.
+            // Every lane waits for all pages: lanes that waited for one page each would have to be gathered again,
+            // which takes longer.
             ring.ahead(pages).wait_full_few(pages);
             bulk::fence_proxy_async();
             sync();
             let mut factors = scales.factors();
             if ROWS == TREE {
-                // Windows in which rows have values of their own come later.
+                // Windows in which rows have values of their own are left to `add_all_paths`.
                 let apart = self.apart(split);
                 unroll!(W < 8; {
                     if W as u32 >= apart {
@@ -287,11 +290,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             }
             let mut sums = add_all(ring, pages, half, &factors);
             if has_paths {
-                // Made anew: what is kept over the products takes registers from them.
+                // Made anew: kept over the products, they would take registers from these.
                 let tile = Tile { split: thread::opaque(split), pairs: thread::opaque(tile.pairs), ..tile };
                 let scales = Scales { at: SCRATCH + QUERY_BYTES + thread::opaque(turn) % 2 * (2 * SCALES), pair };
                 self.add_all_paths(&tile, (pages, half), scales, factors.tops, &mut sums);
-                // Ordinary loads have read the stages, too.
+                // Ordinary loads have read the stages, which TMA fills next.
                 bulk::fence_proxy_async();
             }
             self.release_seen(2 * pages, lane);
@@ -325,12 +328,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// What all pairs weigh the keys of two pages by, to where these keys were.
+    /// Makes the weights of all pairs for the keys of this warpgroup's two pages, and leaves them where these keys
+    /// were.
     ///
     /// # Safety
-    /// All consumers call it. With `has_paths` all have scored the rows' keys, and synchronised: weights come where
-    /// keys are.
-    #[inline(always)]
+    /// All consumers call it. With `has_paths` all have scored the rows' keys, and have synchronised since: weights
+    /// overwrite keys.
+    #[device]
     unsafe fn weigh_all(
         &self,
         attend: &Attend,
@@ -343,7 +347,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         // SAFETY: the caller's word.
         unsafe {
             let (lane, pair) = (tile.lane, scales.pair);
-            // Of a page that is not there another, whose keys are masked, and whose content nobody writes.
+            // A page that does not exist is replaced by another stage, whose scores are masked, and which nobody
+            // overwrites.
             let first = tile.warp_id / 4 * 2;
             let page = |i: u32| ring.ahead(if first + i < pages { first + i } else { pages });
             let stages = [page(0), page(1)];
@@ -386,12 +391,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Adds what [`add_all`] has left out: the values of windows in which paths may part, in half of the dimensions. It
-    /// is done by `mma`, which lets each row have values of its own.
+    /// uses `mma`, which lets each row have values of its own.
     ///
     /// # Safety
     /// All weights and their [`Scales`] were left, the pages of values waited for, and all consumers have synchronised
     /// since.
-    #[inline(always)]
+    #[device]
     unsafe fn add_all_paths(
         &self,
         tile: &Tile,
@@ -423,9 +428,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 }
 
-/// Where in a page a lane's eight weights are, of a window and half of its keys, as `stmatrix` and `ldmatrix` take
-/// them: eight pairs by eight keys, eight pairs further, and eight keys.
-#[inline(always)]
+/// Where in a page eight weights of a pair lie, of a window and half of its keys: the row that a lane gives `stmatrix`
+/// and `ldmatrix`. Their matrices have eight pairs by eight keys. The second has the next eight pairs, and the other
+/// two have the next eight keys.
+#[device]
 const fn weights_at(pair: u32, lane: u32, window: u32, half: u32) -> usize {
     let row = pair / PAIRS * PAIRS + lane % 16;
     swizzled(row * ROW_BYTES + window * (WARP_KEYS * 2) + half * 32 + lane / 16 * 16) as usize
@@ -435,7 +441,7 @@ const fn weights_at(pair: u32, lane: u32, window: u32, half: u32) -> usize {
 ///
 /// # Safety
 /// `page` is below `pages`, and `window` below 2.
-#[inline(always)]
+#[device]
 unsafe fn operands(ring: Ring, pages: u32, half: u32, page: u32, window: u32) -> (Operand, Columns) {
     // SAFETY: the caller's word.
     unsafe {
@@ -446,12 +452,12 @@ unsafe fn operands(ring: Ring, pages: u32, half: u32, page: u32, window: u32) ->
     }
 }
 
-/// All keys' values, so weighed, in half of the dimensions.
+/// The weighted sums of all keys' values, in half of the dimensions.
 ///
 /// # Safety
 /// All lanes of a warpgroup call it. All weights were left and fenced, the pages of values waited for, and all
 /// consumers have synchronised since.
-#[inline(always)]
+#[device]
 unsafe fn add_all(ring: Ring, pages: u32, half: u32, factors: &Factors) -> Sums {
     let mut sums = [[0f32; 4]; 8];
     // SAFETY: the caller's word.

@@ -1,18 +1,19 @@
-//! Codes of weights that were made of codes: on their way to the device they become bf16, `bf16(code × scale)`.
+//! Recovers the e4m3 codes of weights. A checkpoint's codes become bf16 on their way to the device,
+//! `bf16(code × scale)`.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, thread, warp};
 
 use super::{GROUP, groups};
 use crate::linear::SLICE;
 use crate::stream::{CHUNK_FEATURES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamMatrix, TOGETHER};
 
 const THREADS: u32 = 256;
-/// Codes that a lane finds at a time: a feature's of half an instruction's inputs.
+/// Bytes of codes that a thread finds at a time: one feature's, for half of an MMA's inputs.
 const TOGETHER_BYTES: u32 = 16;
-/// Bytes of a core matrix: such codes of eight features.
+/// Bytes of a core matrix: as many bytes of each of eight features.
 const CORE_BYTES: u32 = 8 * TOGETHER_BYTES;
-/// From the core matrices of a slice's lower eight features to those of the upper.
+/// Bytes from the core matrices of a slice's lower eight features to those of its upper eight.
 const CORE_ROWS_APART: u32 = SLICE_BYTES / 2;
 const _: () = assert!(GROUP == 2 * SLICE && STEP_BYTES == 2 * CORE_BYTES && CORE_ROWS_APART == 4 * STEP_BYTES);
 
@@ -22,25 +23,27 @@ const _: () = assert!(GROUP == 2 * SLICE && STEP_BYTES == 2 * CORE_BYTES && CORE
 pub struct EncodeE4m3 {
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them; inputs are a multiple of [`GROUP`].
     pub from: StreamMatrix,
-    /// Where pairs of codes go: a matrix of as many N-tiles, and half as many inputs.
+    /// Where pairs of codes go: a matrix with as many N-tiles, and half as many inputs.
     pub to: StreamMatrix,
-    /// Its stream, for writing.
+    /// The stream of `to`, for writing.
     pub codes: GlobalMut<bf16>,
     /// As [`Weights::scales`](super::Weights::scales), of this matrix.
     pub scales: Global<f32>,
-    /// To which is added how many warps found a weight that its scale makes of no code.
+    /// A counter, to which each warp adds 1 that has found a weight which is no code times its scale.
     pub strange: GlobalMut<u32>,
 }
 
-/// What a code means. Its bits, where a float has them, are 2^-120 of that.
-#[inline(always)]
+/// The value of a code. An f32 with the code's bits, moved to where it has its own exponent and mantissa, is 2^-120 of
+/// that.
+#[device]
 fn value(code: u32) -> f32 {
     const FACTOR: f32 = f32::from_bits((127 + 120) << 23);
     f32::from_bits((code & 0x80) << 24 | (code & 0x7f) << 20) * FACTOR
 }
 
-/// Finds the codes of weights, by the scales that made them; zeros beyond the inputs. A code is the quotient to the
-/// nearest: a weight is its code's value but for 2^-9 of it.
+/// Finds the codes of weights from the scales that made them; beyond the inputs codes are zeros. A code is the quotient
+/// of weight and scale, rounded to the nearest: rounding to bf16 has moved a weight by at most 2^-9 of it, too little
+/// to change the code.
 #[kernel(threads = THREADS)]
 pub unsafe fn encode_e4m3(p: EncodeE4m3) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -61,7 +64,7 @@ pub unsafe fn encode_e4m3(p: EncodeE4m3) {
                 let (upper, step) = (within / CORE_ROWS_APART, within % CORE_ROWS_APART / STEP_BYTES);
                 let (half, feature) = (within % STEP_BYTES / CORE_BYTES, within % CORE_BYTES);
                 let scale = scales.load_nc((group * 4 + upper) as usize);
-                // Of bf16, 16 inputs are an instruction's.
+                // A bf16 MMA has 16 inputs.
                 let instruction = step % 2 * 2 + half;
                 let place = upper * CORE_ROWS_APART + instruction * STEP_BYTES + feature;
                 let from = from.at(from_slices.at(2 * group + step / 2) as usize + place as usize);

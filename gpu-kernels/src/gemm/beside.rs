@@ -1,33 +1,33 @@
-//! Two launches of one GEMM, side by side.
+//! Runs two launches of one GEMM side by side.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, bulk, dependent_launch, thread};
+use cuda_std::{GlobalMut, bulk, dependent_launch, device, thread};
 
 use crate::waiting;
 
-/// What orders two launches of one GEMM that run side by side, each with features of its own. The first waits for the
-/// launches ahead, and its first block then says so in memory. The second is enqueued behind it to begin early, and
-/// waits for that word instead of the first's end; it ends after the first.
+/// Orders two launches of one GEMM that run side by side, each with features of its own. The first launch waits for the
+/// launches ahead; its first block then writes a word to memory. The second launch is enqueued behind the first, but
+/// begins early: it waits for that word instead of the first launch's end. It ends after the first.
 ///
-/// No block waits for one that may have no room: the second begins when all blocks of the first have begun, and those
-/// behind it when all of its own have.
+/// No block waits for one that may not fit on an SM. The second launch begins when all blocks of the first have begun;
+/// the launches behind it begin when all blocks of the second have begun.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Beside {
     /// The word; null for a launch alone.
     pub word: GlobalMut<u32>,
-    /// What it says when the launches ahead of this GEMM are done: another number than for the GEMM before.
+    /// The value of the word once the launches ahead of this GEMM are done: another number than for the GEMM before.
     pub number: u32,
     /// 0 for the first launch, 1 for the second.
     pub second: u32,
 }
 
 impl Beside {
-    /// Waits until what the launches ahead of the GEMM left can be read, by TMA too. All lanes that touch it do.
+    /// Waits until what the launches ahead of the GEMM wrote can be read, by TMA too. All lanes that read it call this.
     ///
     /// # Safety
     /// There is such a word, and its first launch was enqueued before its second.
-    #[inline(always)]
+    #[device]
     pub unsafe fn wait(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -40,11 +40,11 @@ impl Beside {
         }
     }
 
-    /// The first launch lets the second go on: one lane of each block calls it, which has waited.
+    /// The first launch lets the second go on. One lane of each block calls it, after it has waited.
     ///
     /// # Safety
     /// As [`wait`](Self::wait).
-    #[inline(always)]
+    #[device]
     pub unsafe fn go_on(&self) {
         if !self.word.is_null() && self.second == 0 && thread::block_idx_x() == 0 {
             // SAFETY: the caller's word.
@@ -52,8 +52,8 @@ impl Beside {
         }
     }
 
-    /// The second launch waits for the first's end: one lane of each block calls it, at its own.
-    #[inline(always)]
+    /// The second launch waits for the end of the first. One lane of each block calls it, at the block's own end.
+    #[device]
     pub fn end(&self) {
         if self.second != 0 {
             dependent_launch::wait();

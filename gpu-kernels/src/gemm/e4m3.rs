@@ -1,29 +1,29 @@
-//! GEMMs of e4m3: codes of rows and of weights, each [`GROUP`] inputs with a scale of their own.
+//! GEMMs of e4m3: codes of rows and of weights, in groups of [`GROUP`] inputs that each have a scale.
 //!
 //! ```text
 //! y[row, n] = Σ_g  x_scale[g, row] · w_scale[n / 128, g] · Σ_{k in g} x[row, k] · w[n, k]
 //! ```
 //!
-//! The inner sum is the tensor core's, which adds e4m3 with some 14 bits of mantissa; so it is added in f32, times its
-//! scales, after every stage. Two codes lie where a bf16 would: a stage has 128 inputs instead of 64, in as many bytes,
-//! with its scales behind them.
+//! The tensor core computes the inner sum. It adds e4m3 with some 14 bits of mantissa, so after every stage the kernel
+//! adds the inner sum in f32, times its scales. Two codes lie where a bf16 would: a stage has 128 inputs instead of 64,
+//! in as many bytes, with its scales behind them.
 //!
 //! # Order
-//! An output is the sum, from the first group to the last, of `fma(inner sum, x_scale · w_scale, sum)`. What an inner
-//! sum comes to does not depend on which operand is A, nor on how many rows there are.
+//! An output is the sum, from the first group to the last, of `fma(inner sum, x_scale · w_scale, sum)`. The bits of an
+//! inner sum depend neither on which operand is A nor on the number of rows.
 //!
 //! # Pipeline
-//! A lane has 64 outputs, and two sets of as many inner sums. While one is added, the next stage is multiplied into the
-//! other.
+//! A lane has 64 outputs, and two sets of 64 inner sums. While it adds one set to the outputs, the tensor cores
+//! multiply the next stage into the other.
 //!
 //! # Safety
-//! As for [the GEMMs of bf16](super), and the scales are as [`E4m3`] says. What multiplies is called by whole
-//! warpgroups, each of which has outputs and two sets of inner sums in its accumulators. The scales of a stage are read
-//! by ordinary loads, for which no `wgmma` waits: so each warp releases a stage, when its loads are done.
+//! As for [the GEMMs of bf16](super), and the scales are as [`E4m3`] says. Whole warpgroups call what multiplies; each
+//! of them has outputs and two sets of inner sums in its accumulators. The scales of a stage are read by ordinary
+//! loads, for which no `wgmma` waits: so each warp releases a stage, when its loads are done.
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{Global, bulk, kernel, math, tensor, thread, warp};
+use cuda_std::{Global, bulk, device, kernel, math, tensor, thread, warp};
 
 use super::epilogue::{AddTo, Epilogue, Half, Next, Qkv, SwiGlu, SwiGluCoded, Write, elected};
 use super::tile_scheduler::{InOrder, Tiles};
@@ -35,48 +35,48 @@ use crate::stream::{STEP_BYTES, TOGETHER};
 
 const _: () = assert!(GROUP == 2 * DEPTH && TOGETHER * N_TILE == WEIGHT_ROWS && WEIGHT_ROWS == 128);
 
-/// Where scales lie.
+/// The scales of a GEMM's operands.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct E4m3 {
-    /// `[groups, x_rows]`: of each row, with room for whole tiles of rows.
+    /// `[groups, x_rows]`: the scales of the rows, with room for whole tiles of rows.
     pub x_scales: Global<f32>,
     /// The matrix's [`Weights::scales`](crate::e4m3::Weights::scales).
     pub w_scales: Global<f32>,
-    /// Rows that there is room for: whole tiles.
+    /// Rows that `x_scales` has room for: whole tiles.
     pub x_rows: u32,
     /// Groups of a row: an even number.
     pub groups: u32,
 }
 
-/// Parameters of the GEMMs of e4m3: as [`Gemm`], with pairs of codes where that has bf16.
+/// Parameters of the GEMMs of e4m3: as [`Gemm`], with pairs of codes in place of bf16.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct GemmE4m3 {
-    /// Its `x` and `stream` have pairs of codes. Its `k` counts pairs, 64 for each of the [groups](E4m3::groups): what
-    /// is beyond the matrix's inputs are zeros of the map and of the stream, with scales of zero.
+    /// Its `x` and `stream` have pairs of codes. Its `k` counts pairs, 64 for each of the [groups](E4m3::groups).
+    /// Beyond the matrix's inputs the map and the stream have zeros, with scales of zero.
     pub gemm: Gemm,
     /// The scales.
     pub scales: E4m3,
 }
 
-/// Bytes of a stage's scales, of rows and of weights.
+/// Bytes of a stage's scales: of its rows, and of its weights.
 const X_SCALES: u32 = TILE_ROWS * 4;
 const W_SCALES: u32 = 16;
-/// Bytes of a stage behind its rows and weights: swizzled rows begin at multiples of 1,024.
+/// Bytes of a stage behind its rows and weights. A multiple of 1,024, since swizzled rows begin at such multiples.
 const TAIL_BYTES: u32 = 1024;
 /// Bytes of a stage's rows and weights.
 const CODES: u32 = X_BYTES + WEIGHT_ROWS * DEPTH * 2;
 const RING: Shape = Shape::new(0, 5, CODES + TAIL_BYTES);
-// Boxes are where those of bf16 are.
+// The epilogue's boxes lie where they lie with bf16.
 const _: () = assert!(RING.end() <= Gemm::boxes(128));
 
-/// Where outputs begin among the accumulators, and the second set of inner sums.
+/// The first accumulator of the outputs, and that of the second set of inner sums.
 const OUTPUTS: usize = 128;
 const SECOND_SET: usize = 64;
 
-/// Repeats a body for each of a lane's 64 outputs, number `4 J + E`: of its row `E / 2`, and of the eight weight rows
-/// `J`.
+/// Repeats a body for each of a lane's 64 outputs. Number `4 J + E` is of the lane's row `E / 2`, and of the `J`-th
+/// eight weight rows.
 macro_rules! each_output {
     ($what:block) => {
         unroll!(J < 16; {
@@ -85,7 +85,7 @@ macro_rules! each_output {
     };
 }
 
-/// Adds the inner sums from accumulator `$first` on, times their scales.
+/// Adds the inner sums from accumulator `$first` on to the outputs, times their scales.
 macro_rules! add_scaled {
     ($first:expr, $scales:expr) => {
         each_output!({
@@ -96,19 +96,20 @@ macro_rules! add_scaled {
     };
 }
 
-/// A stage's scales, as a lane loads them: of its two rows, and of the weights.
+/// A stage's scales, as a lane loads them: those of its two rows, and those of the weights.
 struct StageScales {
     x: [f32; 2],
     w: [f32; 2],
 }
 
 impl StageScales {
-    /// The products of each row's with the weights', `[row][which of two]`; the warp has released the stage then. They
-    /// are made before that, so that what they are made of has been read; and not sooner, since loads take their time.
+    /// Multiplies the scales of rows and weights, and releases the stage: `[row][which of the two of weights]`. The
+    /// products are computed before the release, so the scales have been read by then. They are not computed sooner, to
+    /// hide the latency of the loads.
     ///
     /// # Safety
     /// All lanes of the warp call it, once for each stage. These are the stage's, and the MMAs that read it are done.
-    #[inline(always)]
+    #[device]
     unsafe fn release(self, ring: &Ring) -> [[f32; 2]; 2] {
         let products = self.x.map(|x| self.w.map(|w| f32::from_bits(thread::opaque((x * w).to_bits()))));
         // SAFETY: the caller's word.
@@ -117,7 +118,7 @@ impl StageScales {
     }
 }
 
-/// A warpgroup's operands in the first stage.
+/// A warpgroup's operands in the ring's first stage.
 #[derive(Clone, Copy)]
 struct Operands {
     x: Operand,
@@ -125,13 +126,13 @@ struct Operands {
 }
 
 impl Operands {
-    /// Begins the inner sums of the ring's stage in the first set or the second: at once if it was found `full`, or
-    /// else once it is.
+    /// Begins the inner sums of the ring's stage, in the first set or the `SECOND`. It waits for the stage unless that
+    /// was found `full`. Also loads the stage's scales.
     ///
     /// # Safety
     /// The warpgroup calls it, and the set's MMAs are done and their sums added. `full` holds only if the stage was
     /// found so. The stage is [released](StageScales::release) after the MMAs are done.
-    #[inline(always)]
+    #[device]
     unsafe fn multiply<E: Epilogue, const SECOND: bool>(self, ring: &Ring, full: bool) -> StageScales {
         // SAFETY: the caller's word.
         unsafe {
@@ -155,12 +156,13 @@ impl Operands {
         }
     }
 
-    /// All groups of a tile, from the ring's next stage on. The outputs are in the lowest accumulators then.
+    /// Multiplies all groups of a tile, from the ring's next stage on. In the end the outputs are in the lowest
+    /// accumulators.
     ///
     /// # Safety
     /// The warpgroup calls it for the tile that the ring's next stages are of, with as many groups as these, an even
     /// number and not 0. No MMAs are under way.
-    #[inline(always)]
+    #[device]
     unsafe fn tile<E: Epilogue>(self, ring: &mut Ring, groups: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -169,8 +171,8 @@ impl Operands {
             });
             let mut even = self.multiply::<E, false>(ring, false);
             let mut full = ring.ahead(1).is_full();
-            // The last two apart: were MMAs under way in some turns and not in others, the assembler would run them one
-            // after another.
+            // The last two groups come after the loop. If MMAs were under way in some turns and not in others, the
+            // assembler would serialise them.
             let mut pairs = groups / 2 - 1;
             while pairs > 0 {
                 let second = ring.ahead(1);
@@ -178,7 +180,7 @@ impl Operands {
                 wgmma::wait::<1>();
                 let scales = even.release(ring);
                 *ring = second.ahead(1);
-                // Asked before the sums are added: an answer takes its time.
+                // Polled before the sums are added, to hide the latency of the answer.
                 full = ring.is_full();
                 add_scaled!(0, scales);
                 even = self.multiply::<E, false>(ring, full);
@@ -202,22 +204,23 @@ impl Operands {
     }
 }
 
-/// The next tile's GEMMs begin when a tile is finished: the sums have two sets of registers, as of two tiles.
+/// A next tile whose MMAs begin after the epilogue: the second set of inner sums takes the registers that a next tile
+/// would need.
 struct Apart;
 
 impl Next for Apart {
-    #[inline(always)]
+    #[device]
     unsafe fn begin(&mut self) {}
 
-    #[inline(always)]
+    #[device]
     unsafe fn step(&mut self) {}
 }
 
-/// Releases so many stages as they come.
+/// Waits for `stages` stages and releases them, without reading them.
 ///
 /// # Safety
-/// The warpgroup calls it. So many stages come.
-#[inline(always)]
+/// The warpgroup calls it. As many stages come as `stages` says.
+#[device]
 unsafe fn skip(ring: &mut Ring, mut stages: u32) {
     while stages > 0 {
         // SAFETY: the caller's word; nothing was read.
@@ -230,8 +233,8 @@ unsafe fn skip(ring: &mut Ring, mut stages: u32) {
     }
 }
 
-/// The inputs for so many blocks a tile, which are neighbours: of two, each multiplies half of the rows. A warpgroup
-/// that has the tensor cores to itself takes less time.
+/// The operands of a tile that `SHARERS` neighbouring blocks take. If there are two, each multiplies half of the rows:
+/// a warpgroup that has the tensor cores to itself takes less time.
 #[derive(Clone, Copy)]
 struct SharedBy<const SHARERS: u32>(E4m3);
 
@@ -242,17 +245,17 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
     const SHARERS: u32 = SHARERS;
     const RELEASES: u32 = 8;
 
-    #[inline(always)]
+    #[device]
     fn ring(_: u32) -> Shape {
         RING
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn load_tail(self, ring: &Ring, [row, n_tile]: [u32; 2], slice: u32) {
         // SAFETY: the caller's word.
         unsafe {
             let (to, E4m3 { x_scales, w_scales, x_rows, groups }) = (ring.stage_buffer().at(CODES as usize), self.0);
-            // A tile behind all of them has the last ones' scales again.
+            // A tile beyond the last takes the last tile's scales.
             let row = row.min(x_rows - TILE_ROWS);
             let x = x_scales.at((slice * x_rows + row) as usize).cast();
             bulk::copy_to_shared(to, x, X_SCALES, ring.full());
@@ -261,13 +264,13 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles) {
         const { assert!(DOWN * ACROSS == 1, "a stage is released in its own block alone") };
         // SAFETY: the caller's word.
         unsafe {
-            // From a shuffle the assembler knows that a warp's lanes agree: so it also knows that they go the same way
-            // below, and makes operands' descriptors in uniform registers.
+            // A shuffle tells the assembler that a warp's lanes agree. So it knows that they take the same branches
+            // below, and puts operand descriptors in uniform registers.
             let group = warp::shuffle_idx(thread::warp_id() / 4, 0);
             let first = shared::dynamic::<u8>(0);
             let operands = Operands {
@@ -287,12 +290,12 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
                 let inside = half.row < p.m && column < p.n && is_own;
                 let early = E::early(p, &half);
                 if inside {
-                    // Likewise.
+                    // A shuffle here too, so that the lanes agree on the ring's position.
                     ring = ring.of_lane(0);
                     operands.tile::<E>(&mut ring, p.slices());
                 } else {
-                    // Of few rows this warpgroup has none, or another block has them: it leaves the tensor cores to the
-                    // other.
+                    // There are no rows for this warpgroup, or another block has them. It leaves the tensor cores to
+                    // the other warpgroup.
                     skip(&mut ring, p.slices());
                 }
                 let ahead = E::ahead::<128>(p, &half, inside, early);
@@ -307,11 +310,11 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
     }
 }
 
-/// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows, each for so many blocks.
+/// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows, each of which `SHARERS` blocks share.
 ///
 /// # Safety
 /// As the parameter block says. All threads of every block call it.
-#[inline(always)]
+#[device]
 pub unsafe fn gemm_e4m3<E: Epilogue, const SHARERS: u32>(p: &GemmE4m3) {
     // SAFETY: the caller's word.
     unsafe { gemm_of::<E, SharedBy<SHARERS>, 128, 1, 1>(&p.gemm, SharedBy(p.scales)) }

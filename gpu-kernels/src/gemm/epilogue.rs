@@ -1,54 +1,54 @@
-//! What becomes of a tile's sums.
+//! Epilogues: what a GEMM does with a tile's sums.
 //!
 //! # Safety
-//! What is here is called in a GEMM, by whole warpgroups 0 and 1 of its blocks; `p` is the launch's parameter block,
-//! and memory as that says, with room for whole tiles of rows. A [`Half`] is of one of the block's tiles, whose rows
+//! What is here is called in a GEMM, by whole warpgroups 0 and 1 of its blocks. `p` is the launch's parameter block,
+//! and memory is as that says, with room for whole tiles of rows. A [`Half`] is of one of the block's tiles, whose rows
 //! and columns its warpgroup alone writes. The warpgroup has the half's staging memory and barrier to itself.
 
 use cuda_std::bulk;
 use cuda_std::shared::Shared;
 use cuda_std::tensor::{self, TensorMap, swizzled};
-use cuda_std::{Global, math, mma, thread, warp, wgmma};
+use cuda_std::{Global, device, math, mma, thread, warp, wgmma};
 
 use super::{BOX, BOX_BYTES, GROUP, Gemm};
 use crate::gate::swiglu;
 use crate::norm::SPAN;
 
-/// One warpgroup's half of a tile: where it is, and what a lane of it needs to place its sums.
+/// One warpgroup's half of a tile: its place, and what a lane needs to put its sums there.
 pub struct Half {
     /// First row of the tile.
     pub tile_row: u32,
     /// First row of this half.
     pub row: u32,
-    /// First column of it.
+    /// First column of this half.
     pub column: u32,
-    /// Which of the two boxes comes next.
+    /// Which of the two boxes is filled next.
     pub turn: u32,
-    /// The barrier of the warpgroup.
+    /// Number of the warpgroup's named barrier.
     pub barrier: u32,
-    /// Two boxes of 64 × 64 in shared memory.
+    /// Two boxes of 64 rows × 64 columns of bf16 in shared memory.
     pub staging: Shared<u8>,
 }
 
 /// Whether this lane issues its warpgroup's stores.
-#[inline(always)]
+#[device]
 pub fn elected() -> bool {
     thread::opaque(thread::thread_idx_x()).is_multiple_of(GROUP)
 }
 
 impl Half {
     /// The first of the two rows whose sums the lane holds; the other is 8 further.
-    #[inline(always)]
+    #[device]
     fn lane_row(&self) -> u32 {
         let (lane, warp) = place_in_group();
         self.row + warp * 16 + lane / 4
     }
 
-    /// Waits until boxes are read that may still be stored, and all lanes are done with what they had there.
+    /// Waits until TMA has read all boxes that it still stores, and until all lanes are done with the boxes' memory.
     ///
     /// # Safety
     /// All lanes of the half's group call it.
-    #[inline(always)]
+    #[device]
     pub unsafe fn finish_stores(&self) {
         if elected() {
             bulk::wait_read::<0>();
@@ -60,12 +60,12 @@ impl Half {
         Shared::from_raw(self.staging.addr() + self.turn * BOX_BYTES)
     }
 
-    /// Puts 16 columns of the box into shared memory: `words` are the lane's pairs of columns as the accumulators order
-    /// them.
+    /// Puts 16 columns of the box into shared memory. `words` are the lane's pairs of columns, in the order of the
+    /// accumulators.
     ///
     /// # Safety
     /// Nothing that lies in the box is still to be stored. `sixteenth` is below 4.
-    #[inline(always)]
+    #[device]
     unsafe fn put(&self, sixteenth: usize, words: [u32; 4]) {
         let lane = thread::lane_id();
         let row = thread::warp_id() % 4 * 16 + lane % 16;
@@ -74,12 +74,12 @@ impl Half {
         unsafe { mma::stmatrix_x4(self.place().at(offset as usize), words) }
     }
 
-    /// Puts the lane's part of half of the box of one of its rows into shared memory, which lies side by side in the
-    /// order of [`slot`](crate::linear::slot).
+    /// Puts the lane's four words of one row of half a box into shared memory. In the order of
+    /// [`slot`](crate::linear::slot) they lie side by side.
     ///
     /// # Safety
     /// Nothing that lies in the box is still to be stored. `half` and `row` are below 2.
-    #[inline(always)]
+    #[device]
     unsafe fn put_slots(&self, half: u32, row: u32, words: [u32; 4]) {
         let (lane, warp) = place_in_group();
         let row = warp * 16 + lane / 4 + 8 * row;
@@ -88,12 +88,12 @@ impl Half {
         unsafe { self.place().at(offset as usize).store16(0, words) }
     }
 
-    /// Stores the lane's part of box `b`, if there is one in the output: with `SLOTS` as [`put_slots`](Self::put_slots)
-    /// takes it, half by half and row by row.
+    /// Puts the lane's part of box `b` into shared memory and stores the box, if the output has these columns. With
+    /// `SLOTS`, `words` are as [`put_slots`](Self::put_slots) takes them, half by half and row by row.
     ///
     /// # Safety
     /// The output's map is as [`Gemm`] says; all lanes of the warpgroup call it.
-    #[inline(always)]
+    #[device]
     pub unsafe fn put_box<const SLOTS: bool>(&mut self, p: &Gemm, b: usize, words: BoxWords) {
         if self.column + b as u32 * BOX < p.n {
             // SAFETY: the caller's word.
@@ -110,17 +110,17 @@ impl Half {
         }
     }
 
-    /// Once the warpgroup has filled a box, and the box before can be overwritten, stores it: it is the `b`-th of the
-    /// half's columns.
+    /// Stores box `b` of the half's columns, once the whole warpgroup has filled it and the box before can be
+    /// overwritten.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it, and have put their parts of the box. The map is of the output, which has
     /// these columns.
-    #[inline(always)]
+    #[device]
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
-        // By now TMA has read it, or soon. Lanes that store nothing have nothing to wait for: a branch for one of them
-        // would keep operands' descriptors of the main loop from uniform registers.
+        // TMA has read the box before by now, or will soon. Lanes that store nothing wait for nothing here. They are
+        // not excepted, since a branch would keep the main loop's operand descriptors out of uniform registers.
         bulk::wait_read::<0>();
         thread::sync_named(self.barrier, GROUP);
         // SAFETY: the caller's word.
@@ -130,12 +130,12 @@ impl Half {
     }
 }
 
-/// A lane's pairs of columns of a box, as [`Half::put`] takes them.
+/// A lane's part of a box: its pairs of columns, as [`Half::put`] takes them.
 pub type BoxWords = [[u32; 4]; 4];
 
-/// What becomes of the sums of one warpgroup.
+/// An epilogue of one warpgroup.
 pub trait Epilogue {
-    /// Whether half of a tile's features are gates, and half their ups.
+    /// Whether half of a tile's weight rows are gates, and half their ups.
     const GATED: bool;
     /// Whether a block takes two tiles side by side, one after the other.
     const IN_PAIRS: bool = false;
@@ -144,62 +144,62 @@ pub trait Epilogue {
     /// What [`ahead`](Self::ahead) loads.
     type Ahead: Copy;
 
-    /// Loads what [`ahead`](Self::ahead) computes from, as the tile begins.
+    /// Loads the inputs of [`ahead`](Self::ahead), as the tile begins.
     ///
     /// # Safety
     /// Memory is as the parameter block says, and the half is of one of its tiles.
     unsafe fn early(p: &Gemm, half: &Half) -> Self::Early;
 
-    /// Loads and computes what [`finish`](Self::finish) or [`finish_last`](Self::finish_last) wants first, while MMAs
-    /// run; anything for a tile that is not `inside`.
+    /// Loads and computes what [`finish`](Self::finish) or [`finish_last`](Self::finish_last) needs first, while MMAs
+    /// run. For a tile that is not `inside` the result may be anything.
     ///
     /// # Safety
     /// As for [`early`](Self::early), of the same tile; all lanes of the half's group call it.
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, early: Self::Early) -> Self::Ahead;
 
-    /// All `N` columns of the half. As soon as it can do without the accumulators it begins the GEMMs of the `next`
-    /// tile, and goes on with them step by step.
+    /// Finishes all `N` columns of the half. As soon as it no longer needs the accumulators, it begins the MMAs of the
+    /// `next` tile, and goes on with them step by step.
     ///
     /// # Safety
-    /// As for [`ahead`](Self::ahead), of the same tile, whose GEMMs the accumulators hold.
+    /// As for [`ahead`](Self::ahead), of the same tile, whose sums the accumulators hold.
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next);
 
-    /// Whether a block's last tile is finished by [`finish_last`](Self::finish_last).
+    /// Whether [`finish_last`](Self::finish_last) finishes a block's last tile.
     const LAST_APART: bool = false;
 
-    /// As [`finish`](Self::finish), without a next tile.
+    /// As [`finish`](Self::finish), for a tile that no other follows.
     ///
     /// # Safety
     /// As for [`finish`](Self::finish).
-    #[inline(always)]
+    #[device]
     unsafe fn finish_last<const N: u32>(_: &Gemm, _: &Half, _: Self::Ahead) {}
 }
 
-/// The GEMMs of the tile that comes next, if one does.
+/// The main loop of the next tile, if there is one.
 pub trait Next {
-    /// Whether there may be one.
+    /// Whether a next tile is possible.
     const FOLLOWS: bool = true;
 
-    /// Begins them, once: accumulators are no more the last tile's.
+    /// Begins the next tile's MMAs, which overwrite the accumulators. Called once for each tile.
     ///
     /// # Safety
     /// All lanes of the group call it, and nobody needs the accumulators.
     unsafe fn begin(&mut self);
-    /// Goes on with them, if there are more.
+    /// Goes on with the MMAs, if there are more.
     ///
     /// # Safety
     /// All lanes of the group call it, after [`begin`](Self::begin).
     unsafe fn step(&mut self);
 }
 
-/// None beside this.
+/// No next tile.
 impl Next for () {
     const FOLLOWS: bool = false;
 
-    #[inline(always)]
+    #[device]
     unsafe fn begin(&mut self) {}
 
-    #[inline(always)]
+    #[device]
     unsafe fn step(&mut self) {}
 }
 
@@ -208,17 +208,17 @@ pub const fn features<E: Epilogue>(n: u32) -> u32 {
     if E::GATED { n / 2 } else { n }
 }
 
-/// Sums of squares of the lane's two rows, every fourth of a row.
+/// Sums of squares of the lane's two rows, `[span][row]`: four lanes share a row, and each has every fourth span.
 type Squares = [[f32; 2]; 8];
 
-/// Eight of them from number `first` on, zeros behind the last.
+/// Loads eight of the lane's spans, from number `first` on; zeros behind the last.
 ///
 /// # Safety
 /// There are rows, [`m`](Gemm::m) is not 0; the norm has squares of them all, or its `dim` is 0.
-#[inline(always)]
+#[device]
 unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
     let spans = p.norm.dim / SPAN;
-    // Rows beyond m have no factor, nor need one.
+    // Rows beyond m need no factor: they read the last row's.
     let rows = [row, row + 8].map(|row| row.min(p.m - 1) * spans);
     let mut squares = [[0f32; 2]; 8];
     unroll!(I < 8; {
@@ -231,12 +231,12 @@ unsafe fn load_squares(p: &Gemm, row: u32, first: u32) -> Squares {
     squares
 }
 
-/// The factors of the lane's two rows, `1 / rms` of each, of which the four lanes of a row [loaded](load_squares) the
-/// first squares; added as [`norm`](crate::norm) has it.
+/// The factors `1 / rms` of the lane's two rows. `squares` are the first sums, which the four lanes of a row
+/// [loaded](load_squares). Sums are added in the order of [`norm`](crate::norm).
 ///
 /// # Safety
 /// As for [`load_squares`]. All lanes of the warp call it, with the squares of the same rows.
-#[inline(always)]
+#[device]
 unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     let mut next = 32;
     while next < p.norm.dim / SPAN {
@@ -256,7 +256,7 @@ unsafe fn scales(p: &Gemm, row: u32, mut squares: Squares) -> [f32; 2] {
     })
 }
 
-/// The four sums of the lane in half an N-tile: 8 columns of two rows.
+/// The lane's four sums of 8 columns, half an N-tile: two columns in each of two rows.
 macro_rules! sums {
     ($first:expr) => {
         [
@@ -273,24 +273,24 @@ mod heads;
 pub use add::{Add, AddTo};
 pub use heads::{HeadsAhead, Qkv};
 
-/// The lane and its warp in the warpgroup, so that what depends on them is computed where it is used: kept over the
-/// whole tile it would take registers that there are not.
-#[inline(always)]
+/// The lane and its warp in the warpgroup. Opaque, so that what depends on them is computed where it is used: kept over
+/// the whole tile, it would take more registers than there are.
+#[device]
 fn place_in_group() -> (u32, u32) {
     let thread = thread::opaque(thread::thread_idx_x()) % GROUP;
     (thread % 32, thread / 32)
 }
 
-/// Of one row of the lane two features of the gated activations, from their sums.
-#[inline(always)]
+/// Two features of the gated activations of one row of the lane, from their sums.
+#[device]
 fn gate_pair(gate: [f32; 2], up: [f32; 2], scale: f32) -> u32 {
     let one = |c: usize| swiglu(gate[c] * scale, up[c] * scale);
     math::pack_bf16(one(0), one(1))
 }
 
-/// Of box `$b` of the gated activations the lane's part, in the order of [`slot`](crate::linear::slot): of each half of
-/// the box and each of its two rows four words, which lie side by side. Of an N-tile's sums the first eight columns are
-/// gates, and the others their ups.
+/// The lane's part of box `$b` of the gated activations, in the order of [`slot`](crate::linear::slot): four words,
+/// which lie side by side, for each half of the box and each of the lane's two rows. Of an N-tile's sums, the first
+/// eight columns are gates and the others their ups.
 macro_rules! gated {
     ($b:expr, $scales:ident) => {{
         let mut words: BoxWords = [[0; 4]; 4];
@@ -310,7 +310,7 @@ mod coded;
 
 pub use coded::SwiGluCoded;
 
-/// Gated activations.
+/// Gated activations: `silu(gate) · up`, in bf16.
 pub struct SwiGlu;
 
 impl Epilogue for SwiGlu {
@@ -319,25 +319,25 @@ impl Epilogue for SwiGlu {
     /// The factors of the lane's two rows.
     type Ahead = [f32; 2];
 
-    #[inline(always)]
+    #[device]
     unsafe fn early(p: &Gemm, half: &Half) -> Squares {
         // SAFETY: the caller's word.
         unsafe { load_squares(p, half.lane_row(), 0) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, _inside: bool, squares: Squares) -> [f32; 2] {
         // SAFETY: the caller's word.
         unsafe { scales(p, half.lane_row(), squares) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         // SAFETY: the caller's word.
         unsafe {
             let boxes = [gated!(0, scales), if N > 128 { gated!(1, scales) } else { [[0; 4]; 4] }];
             next.begin();
-            // Where other lanes had totals.
+            // Other lanes had totals where the boxes are.
             thread::sync_named(half.barrier, GROUP);
             unroll!(B < 2; {
                 if B == 0 || N > 128 {
@@ -358,19 +358,19 @@ impl Epilogue for Write {
     /// The factors of the lane's two rows.
     type Ahead = [f32; 2];
 
-    #[inline(always)]
+    #[device]
     unsafe fn early(p: &Gemm, half: &Half) -> Squares {
         // SAFETY: the caller's word.
         unsafe { SwiGlu::early(p, half) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, squares: Squares) -> [f32; 2] {
         // SAFETY: the caller's word.
         unsafe { SwiGlu::ahead::<N>(p, half, inside, squares) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         // SAFETY: the caller's word.
         unsafe {
@@ -384,8 +384,8 @@ impl Epilogue for Write {
                         let sums = sums!(B * 32 + J * 4);
                         unroll!(R < 2; {
                             let pair = [sums[R][0] * scales[R], sums[R][1] * scales[R]];
-                            // With rows beyond m, too: stores that not all lanes do would keep operands' descriptors of
-                            // the main loop from uniform registers.
+                            // Rows beyond m are written too: with stores for some lanes only, the main loop's operand
+                            // descriptors would not be in uniform registers.
                             to.store(R * 4 * p.n as usize + B * 32 + J * 4, pair);
                         });
                     });

@@ -1,5 +1,5 @@
-//! The main loop of a warpgroup: MMAs of one stage after another, split-K partials added to totals, and the epilogue of
-//! each tile beside the next one's first MMAs.
+//! The main loop of a warpgroup: it multiplies one stage after another, adds split-K partials to totals, and runs the
+//! epilogue of each tile beside the next tile's first MMAs.
 //!
 //! # Safety
 //! As for [the whole](super).
@@ -7,7 +7,7 @@
 use cuda_std::cluster::PeerBarrier;
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores, Operand};
-use cuda_std::{bulk, tensor, thread, warp};
+use cuda_std::{bulk, device, tensor, thread, warp};
 
 use super::epilogue::{Epilogue, Half, Next, elected};
 use super::tile_scheduler::Tiles;
@@ -16,12 +16,12 @@ use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::stream::STEP_BYTES;
 
-/// Begins the MMAs of the ring's stage, which is full.
+/// Begins the MMAs of the ring's stage.
 ///
 /// # Safety
 /// The stage is full, or it was and nobody fills it again. `x` and `weight` are the warpgroup's operands in the first
-/// stage. Nobody needs the accumulators' sums if this is the `first`.
-#[inline(always)]
+/// stage. With `first`, nobody needs the sums in the accumulators.
+#[device]
 unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, first: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -41,12 +41,12 @@ unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, fir
     }
 }
 
-/// Tells every block of the cluster whose copies also land here that a stage is free: lane `i` of a warpgroup block
+/// Releases a stage in every block of the cluster whose copies also land here: lane `i` of the warpgroup tells block
 /// `i`.
 ///
 /// # Safety
 /// The warpgroup has waited for the stage, and its MMAs that read it are done.
-#[inline(always)]
+#[device]
 unsafe fn free<const DOWN: u32, const ACROSS: u32>(ring: Ring) {
     let lane = thread::thread_idx_x() % GROUP;
     let blocks = DOWN * ACROSS;
@@ -56,35 +56,33 @@ unsafe fn free<const DOWN: u32, const ACROSS: u32>(ring: Ring) {
     unsafe { PeerBarrier::new(ring.empty(), peer).arrive_if(lane < blocks && shares) }
 }
 
-/// A warpgroup's main loop: where it is in the ring, and in its tile.
+/// A warpgroup's main loop: its position in the ring and in its tile.
 struct MainLoop<'a, const WIDTH: u32, const DOWN: u32, const ACROSS: u32> {
     p: &'a Gemm,
     tiles: Tiles,
     ring: Ring,
-    /// The stage before.
+    /// The stage before `ring`'s.
     previous: Ring,
-    /// Stages of the split-K partial that are not begun.
+    /// Stages of the split-K partial whose MMAs are not begun.
     left: u32,
     x: Operand,
     weight: Cores,
-    /// First row and feature of the tile; none after the last.
+    /// First row and feature of the tile; `None` after the last tile.
     at: Option<(u32, u32)>,
 }
 
 impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, DOWN, ACROSS> {
-    /// Begins a split-K partial of so many stages, none of which is under way. What is in the accumulators counts no
-    /// more.
+    /// Begins a split-K partial of `stages` stages, none of which is under way. Overwrites the accumulators.
     ///
     /// # Safety
     /// There is at least one stage, and it is the next in the ring.
-    #[inline(always)]
+    #[device]
     unsafe fn begin_k_partial(&mut self, stages: u32) {
         // SAFETY: the caller's word.
         unsafe {
             self.ring.wait_full();
-            // Apart from `go_on`: that it does not add to what was in the accumulators is a constant then, and the
-            // assembler knows that what comes between split-K partials has the registers of accumulators that it is
-            // done with.
+            // Separate from `go_on`, so that `first` is a constant: the assembler then knows that the accumulators' old
+            // contents are dead, and gives their registers to the work between split-K partials.
             multiply::<WIDTH>(&self.ring, self.x, self.weight, true);
             self.previous = self.ring;
             self.ring = self.ring.ahead(1);
@@ -94,14 +92,14 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
 
     /// # Safety
     /// A stage of the split-K partial is [left](Self::left), and the one before it under way.
-    #[inline(always)]
+    #[device]
     unsafe fn go_on(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
             self.ring.wait_full();
             multiply::<WIDTH>(&self.ring, self.x, self.weight, false);
             wgmma::wait::<1>();
-            // The stage before is read, the one just started is not.
+            // The MMAs of the stage before are done; those just begun are not.
             free::<DOWN, ACROSS>(self.previous);
             self.previous = self.ring;
             self.ring = self.ring.ahead(1);
@@ -109,11 +107,11 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
-    /// All that are left of the split-K partial, and waits for them.
+    /// Multiplies the remaining stages of the split-K partial, and waits for all its MMAs.
     ///
     /// # Safety
     /// The split-K partial was begun.
-    #[inline(always)]
+    #[device]
     unsafe fn end_k_partial(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -129,27 +127,28 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
     ///
     /// # Safety
     /// The lane is of a warpgroup that multiplies. Its warp alone uses what lies there.
-    #[inline(always)]
+    #[device]
     unsafe fn totals() -> Shared<u8> {
-        // A warp's lie together, since it also stages outputs there: 16 bytes of each lane side by side.
+        // A warp's totals lie together, since the warp also stages outputs there. Its lanes' 16-byte pieces lie side by
+        // side.
         let thread = thread::opaque(thread::thread_idx_x());
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(Gemm::boxes(256) + thread / 32 * (TOTALS_BYTES / 8) + thread % 32 * 16) }
     }
 
-    /// Adds a split-K partial, which is finished, to the totals, or begins them. The `LAST` leaves them in the
-    /// accumulators.
+    /// Adds a finished split-K partial to the totals. With `FIRST` it begins the totals; with `LAST` it leaves them in
+    /// the accumulators.
     ///
     /// # Safety
     /// The split-K partial's MMAs are done. With `FIRST` there are no totals of the tile yet, and boxes that lay where
     /// they go have been stored; otherwise there are totals.
-    #[inline(always)]
+    #[device]
     unsafe fn fold<const FIRST: bool, const LAST: bool>() {
         // SAFETY: the caller's word.
         unsafe {
             macro_rules! fold {
                 ($total:expr, $k_partial:expr) => {{
-                    // Not a move: a zero has a sign.
+                    // Adds to zero instead of moving: it turns -0 into +0, as in the other kernels.
                     let sum = if FIRST { 0.0 } else { wgmma::get::<{ $total }>() } + wgmma::get::<{ $k_partial }>();
                     if LAST { wgmma::set::<{ $k_partial }>(sum) } else { wgmma::set::<{ $total }>(sum) }
                 }};
@@ -179,7 +178,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
                     }
                 });
                 if LAST {
-                    // The warp's epilogue uses that memory.
+                    // The epilogue of the warp uses the memory of these totals.
                     warp::sync_warp();
                 }
             } else {
@@ -192,12 +191,12 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
-    /// The next split-K partials of the tile up to number `end`, each into the totals.
+    /// Multiplies the tile's split-K partials from `k_partial` to before `end`, and adds each to the totals.
     ///
     /// # Safety
     /// The split-K partials of the tile before `k_partial` are among its totals, at least one of them, and none is
     /// under way.
-    #[inline(always)]
+    #[device]
     unsafe fn go_on_to_k_partial(&mut self, k_partial: &mut u32, end: u32) {
         while *k_partial < end {
             let stages = self.p.k_partial(*k_partial);
@@ -214,11 +213,11 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
-    /// The last split-K partial of the tile; then its sums are in the accumulators.
+    /// Multiplies the tile's last split-K partial. The tile's sums are in the accumulators then.
     ///
     /// # Safety
     /// All split-K partials of the tile but the last are among its totals, and none is under way.
-    #[inline(always)]
+    #[device]
     unsafe fn end(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -234,8 +233,8 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
-    /// An empty split-K partial.
-    #[inline(always)]
+    /// Sets the accumulators to an empty split-K partial.
+    #[device]
     fn zero() {
         unroll!(J < 16; {
             unroll!(E < 4; {
@@ -249,14 +248,15 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
 }
 
 impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_, WIDTH, DOWN, ACROSS> {
-    #[inline(always)]
+    #[device]
     unsafe fn begin(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
             self.at = self.tiles.next();
             let some = self.at.is_some();
-            // After the last tile those of a stage that was multiplied already, for nothing: if MMAs were under way
-            // after some tiles and not after others, the assembler would not let them run beside anything.
+            // After the last tile, begins MMAs that nobody needs, of a stage that was multiplied already. If MMAs were
+            // under way after some tiles and not after others, the assembler would let none of them run beside other
+            // work.
             let stage = if some { self.ring } else { self.previous };
             if some {
                 stage.wait_full();
@@ -268,7 +268,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_,
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn step(&mut self) {
         if self.left > 0 {
             // SAFETY: the caller's word.
@@ -277,12 +277,12 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> Next for MainLoop<'_,
     }
 }
 
-/// A warpgroup multiplies what comes by `WIDTH` of the weight rows, and finishes its part of each tile.
+/// A warpgroup multiplies what arrives by `WIDTH` of the weight rows, and finishes its part of each tile.
 ///
 /// # Safety
-/// As [`Inputs::consume`] says, of tiles that are loaded for `N` weight rows; `WIDTH` is the same throughout a
-/// warpgroup.
-#[inline(always)]
+/// As [`Inputs::consume`](super::Inputs::consume) says, of tiles that are loaded for `N` weight rows; `WIDTH` is the
+/// same throughout a warpgroup.
+#[device]
 pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u32, const ACROSS: u32>(
     p: &Gemm,
     tiles: Tiles,
@@ -290,7 +290,7 @@ pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u
     // SAFETY: the caller's word.
     unsafe {
         let group = thread::warp_id() / 4;
-        // The first of the stage's weight rows that it multiplies.
+        // The first weight row of the stage that this warpgroup multiplies.
         let from = || if WIDTH < loaded(N) { thread::opaque(thread::block_idx_x()) % 2 * WEIGHT_ROWS } else { 0 };
         let first = shared::dynamic::<u8>(0);
         let ring = Ring::consumer(Gemm::ring(N));
@@ -314,23 +314,24 @@ pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u
             return;
         }
         products.begin();
-        // It has one, but the compiler does not know: told by another return, it has less to keep in registers.
+        // There is a first tile, but the compiler does not know that. This return tells it, and saves registers.
         if products.at.is_none() {
             wgmma::wait::<0>();
             return;
         }
         while let Some((row, column)) = products.at {
             (half.tile_row, half.row, half.column) = (row, row + group * GROUP_ROWS, column + from());
-            // The last pair of blocks may have one tile.
+            // A cluster's last tiles may lie beyond the matrix.
             let inside = row < p.m && half.column < p.n;
             let early = E::early(p, &half);
             products.end_k_partial();
             if WIDTH == 256 && N == 256 {
-                // Where boxes were that may not have been stored yet.
+                // Totals go to where boxes were, which may not have been stored yet.
                 half.finish_stores();
             }
             let mut k_partial = 1;
-            // With few columns there are registers for what comes from memory; with many they hold totals.
+            // Narrow tiles have registers for what `ahead` loads beside the totals. With wide tiles it comes before the
+            // totals, which need the registers.
             let ahead = if WIDTH == 256 {
                 let ahead = E::ahead::<WIDTH>(p, &half, inside, early);
                 MainLoop::<WIDTH, DOWN, ACROSS>::fold::<true, false>();
@@ -346,12 +347,12 @@ pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u
                 if inside {
                     E::finish_last::<WIDTH>(p, &half, ahead);
                 }
-                // Not by way of the wait below: sums are where MMAs would be that it waits for, and the assembler would
-                // run all of them one after another.
+                // Returns here, not by way of the wait below. On this path the accumulators hold sums instead of MMAs
+                // to wait for, and the assembler would serialise all MMAs.
                 return;
             }
             if N == 192 {
-                // A block takes one.
+                // A block takes one tile.
                 if inside {
                     E::finish::<WIDTH>(p, &mut half, ahead, &mut ());
                 }

@@ -1,9 +1,9 @@
-//! What fills the ring: rows by TMA, weights by bulk copies.
+//! The producer, which fills the ring: rows by TMA, weights by bulk copies.
 //!
 //! # Safety
 //! As for [the whole](super).
 
-use cuda_std::{bulk, tensor};
+use cuda_std::{bulk, device, tensor};
 
 use super::epilogue::Epilogue;
 use super::tile_scheduler::{InOrder, Tiles};
@@ -12,8 +12,9 @@ use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::Ring;
 use crate::stream::{SLICES_APART, Slices, TOGETHER};
 
-/// The slice that is multiplied after this one: of split-K partials the next of its own, or the first of the next.
-#[inline(always)]
+/// The slice that is multiplied after this one. With split-K partials: the next slice of the same partial, or the first
+/// slice of the next partial.
+#[device]
 const fn slice_after<I: Inputs>(slice: u32, slices: u32) -> u32 {
     match slice + K_PARTIALS < slices {
         _ if !I::SPLIT => slice + 1,
@@ -22,12 +23,12 @@ const fn slice_after<I: Inputs>(slice: u32, slices: u32) -> u32 {
     }
 }
 
-/// One lane keeps the ring full, of a block at `down` and `across` in its cluster.
+/// One lane keeps the ring full. Its block is at `down` and `across` in its cluster.
 ///
 /// # Safety
 /// One lane of the block calls it, once. `inputs` are of the launch, `tiles` those that the block's warpgroups take,
 /// and `down` and `across` are the block's place in its cluster, `[0, 0]` without one.
-#[inline(always)]
+#[device]
 pub unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(
     p: &Gemm,
     inputs: I,
@@ -40,7 +41,8 @@ pub unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, con
         tensor::acquire(p.x);
         let slices = p.slices();
         let parts = const { loaded(N) / WEIGHT_ROWS };
-        // The first N-tile of a tile, or the one so many further; behind the matrix the last ones again.
+        // The first N-tile of the tile at `column`, or the N-tile `more` further. Behind the matrix, the last ones
+        // again.
         let n_tile_of = |column: u32, more: u32| {
             let n_tile = column * (if E::GATED { 2 } else { 1 }) / N_TILE;
             (n_tile + more).min((p.n_tiles - 1) / TOGETHER * TOGETHER)
@@ -48,7 +50,8 @@ pub unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, con
         let weights_of = |column: u32| {
             [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, n_tile_of(column, more)))
         };
-        // Blocks one above the other share weights, blocks side by side rows: in each step one of them loads for all.
+        // Blocks one above the other share weights, and blocks side by side share rows: they take turns to load for all
+        // of them.
         let load_weights = |ring: &Ring, weights: &[Slices; 2], step: u32, slice: u32| {
             let full = ring.full();
             full.arrive_expect_tx(I::ring(N).bytes - I::TAIL_BYTES + I::COPIED);

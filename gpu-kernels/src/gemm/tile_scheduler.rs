@@ -1,39 +1,40 @@
-//! Which tiles a block takes, in which order.
+//! The tiles that a block takes, and their order.
 
 use core::marker::PhantomData;
 
+use cuda_std::device;
 use cuda_std::thread;
 
 use super::epilogue::Epilogue;
 
-/// All tiles: which a block takes, and where they are. `gemm_of` makes them, and has the launcher's word for a band of
-/// at least one row of tiles.
+/// Iterates over the tiles of a block. `gemm_of` makes it, and has the launcher's word for a band of at least one row
+/// of tiles.
 #[derive(Clone, Copy)]
 pub struct Tiles {
     pub band: u32,
-    /// Blocks that take tiles together: one above the other, and side by side.
+    /// Blocks that take neighbouring tiles: how many one above the other, and how many side by side.
     pub together: [u32; 2],
     /// Tiles taken so far.
     pub taken: u32,
-    /// The first row and feature of all, and the last.
+    /// The first row and feature of all tiles, and their ends.
     pub first: [u32; 2],
     pub end: [u32; 2],
-    /// Rows and features from the tile of one of them to the next one's.
+    /// Rows and features from the tile of one such block to the next block's.
     pub apart: [u32; 2],
-    /// Rows and features from a tile to the next.
+    /// Rows and features of what these blocks take together in one turn.
     pub size: [u32; 2],
 }
 
 impl Iterator for Tiles {
-    /// The first row and feature.
+    /// The first row and feature of a tile.
     type Item = (u32, u32);
 
-    #[inline(always)]
+    #[device]
     fn next(&mut self) -> Option<(u32, u32)> {
         let block = thread::opaque(thread::block_idx_x());
         let together = self.together[0] * self.together[1];
         let turn = (block + self.taken * thread::opaque(thread::grid_dim_x())) / together;
-        // Found again each time: kept throughout they would take registers of epilogues.
+        // Recomputed each time: kept across tiles, they would take registers from the epilogues.
         let [rows, columns] = [0, 1].map(|i| (thread::opaque(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
         if turn >= rows * columns {
             return None;
@@ -54,16 +55,16 @@ impl Iterator for Tiles {
     }
 }
 
-/// Tiles in the order of a block's work: of those that it takes side by side one after another.
+/// Tiles in the order of a block's work. Where an epilogue takes two side by side, they come one after the other.
 pub struct InOrder<E> {
     tiles: Tiles,
-    /// What comes next of those.
+    /// The second tile of a pair, if it comes next.
     second: Option<(u32, u32)>,
     epilogue: PhantomData<E>,
 }
 
 impl<E: Epilogue> InOrder<E> {
-    #[inline(always)]
+    #[device]
     pub const fn new(tiles: Tiles) -> Self {
         Self { tiles, second: None, epilogue: PhantomData }
     }
@@ -72,7 +73,7 @@ impl<E: Epilogue> InOrder<E> {
 impl<E: Epilogue> Iterator for InOrder<E> {
     type Item = (u32, u32);
 
-    #[inline(always)]
+    #[device]
     fn next(&mut self) -> Option<(u32, u32)> {
         if !E::IN_PAIRS {
             return self.tiles.next();

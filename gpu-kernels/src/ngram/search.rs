@@ -7,7 +7,7 @@
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::Shared;
-use cuda_std::{Global, GlobalMut, async_copy, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, async_copy, device, shared, thread, warp};
 
 use super::{Operator, Sequences, THREADS, Token, WARPS, early, shared_layout};
 
@@ -15,7 +15,7 @@ use super::{Operator, Sequences, THREADS, Token, WARPS, early, shared_layout};
 const IN_FLIGHT: u32 = 4;
 /// 16-byte units that a warp takes at a time.
 const TILE: u32 = 32 * IN_FLIGHT;
-/// The same in bytes.
+/// Bytes of such a tile.
 pub(super) const TILE_BYTES: u32 = TILE * 16;
 
 /// No window end has this number.
@@ -24,7 +24,7 @@ const NO_END: u32 = u32::MAX;
 pub const NOTHING: u64 = u64::MAX;
 
 /// The key of a window end: see the picture in the module above.
-#[inline(always)]
+#[device]
 pub fn key(missing: u32, place: u32) -> u64 {
     (missing as u64) << 32 | place as u64
 }
@@ -39,11 +39,11 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// For this launch. All threads of the block must call it.
+    /// The keys of this launch. All threads of the block must call it.
     ///
     /// # Safety
     /// All threads of the block call it, [`THREADS`] of them, with the operators' shared memory.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn new<T: Token>(s: &Sequences<T>) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -62,7 +62,7 @@ impl Keys {
     ///
     /// # Safety
     /// All threads that search call it, thread 0 among them. The first 8 bytes of dynamic shared memory are theirs.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn of_block<T: Token>(s: &Sequences<T>, sync: impl Fn()) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -75,11 +75,11 @@ impl Keys {
         }
     }
 
-    /// Those in device memory, which another launch left.
+    /// The keys in device memory that another launch left.
     ///
     /// # Safety
     /// The workspace is live, and a block has its shared memory.
-    #[inline(always)]
+    #[device]
     pub unsafe fn left_behind<T: Token>(s: &Sequences<T>) -> Self {
         // SAFETY: the caller's word.
         unsafe { Self { global: s.keys(), shared: shared::dynamic(shared_layout::KEYS), alone: false } }
@@ -87,7 +87,7 @@ impl Keys {
 
     /// # Safety
     /// There is such a key.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn load(&self, b: usize) -> u64 {
         // SAFETY: the caller's word.
         unsafe {
@@ -103,7 +103,7 @@ impl Keys {
     ///
     /// # Safety
     /// There is such a key. One lane calls it, when nobody reads or lowers the key any more.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn put_back(&self, b: usize) {
         if !self.alone {
             // SAFETY: the caller's word.
@@ -115,7 +115,7 @@ impl Keys {
     ///
     /// # Safety
     /// There is such a key.
-    #[inline(always)]
+    #[device]
     unsafe fn lower(&self, b: usize, key: u64, mut seen: u64) {
         while key < seen {
             // SAFETY: the caller's word.
@@ -155,7 +155,7 @@ pub struct Texts<T> {
 ///
 /// # Safety
 /// There is such a sequence, and the arrays are live.
-#[inline(always)]
+#[device]
 pub unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: usize) -> Texts<T> {
     // SAFETY: the caller's word.
     unsafe {
@@ -180,7 +180,7 @@ pub unsafe fn texts<const NOW: bool, T: Token, O: Operator<T>>(operator: &O, b: 
 
 impl<T> Texts<T> {
     /// How many window ends there are.
-    #[inline(always)]
+    #[device]
     pub(super) fn ends(&self) -> u32 {
         self.prompt_ends + self.generated_ends
     }
@@ -199,7 +199,7 @@ struct Span<T> {
 }
 
 impl<T: Token> Span<T> {
-    #[inline(always)]
+    #[device]
     fn new(text: Global<T>, ends: u32) -> Self {
         let to_boundary = (text.addr().wrapping_neg() % 16) as u32 / size_of::<T>() as u32;
         let head = to_boundary.min(ends);
@@ -209,19 +209,19 @@ impl<T: Token> Span<T> {
     }
 
     /// Where the token of end `end` is.
-    #[inline(always)]
+    #[device]
     fn at(&self, end: u32) -> Global<T> {
         let from_first = (end as i64 - self.head as i64) * size_of::<T>() as i64;
         // SAFETY: a token of the text.
         unsafe { Global::from_raw(self.first.addr().wrapping_add_signed(from_first)) }
     }
 
-    /// A tile, a unit of each 32 to a lane: `TILE` units from unit `first` on, which exists. Beyond the last there is
-    /// nothing to read: it is read again.
+    /// A tile: `TILE` units from unit `first` on, of which a lane reads every 32nd. Unit `first` exists; instead of
+    /// units beyond the last one, the last is read again.
     ///
     /// # Safety
     /// Unit `first` exists, and the text's tokens are in memory.
-    #[inline(always)]
+    #[device]
     unsafe fn tile(&self, first: u32) -> [[u32; 4]; IN_FLIGHT as usize] {
         let mut tile = [[0u32; 4]; IN_FLIGHT as usize];
         unroll!(j < IN_FLIGHT; {
@@ -232,8 +232,9 @@ impl<T: Token> Span<T> {
         tile
     }
 
-    /// The end that slot `slot` of 8 has among those outside of units, 4 slots before and 4 behind, or [`NO_END`].
-    #[inline(always)]
+    /// Window ends outside of whole units have 8 slots: 4 for those before the units, 4 for those behind. Returns the
+    /// end that `slot` has, or [`NO_END`].
+    #[device]
     fn outside(&self, slot: u32) -> u32 {
         let behind = self.head + self.units * T::IN_UNIT;
         let (end, limit) = if slot < 4 { (slot, self.head) } else { (behind + slot - 4, self.ends) };
@@ -241,8 +242,8 @@ impl<T: Token> Span<T> {
     }
 }
 
-/// One of two, field by field: the compiler would choose between their addresses.
-#[inline(always)]
+/// One of two spans, chosen field by field: the compiler would choose between their addresses.
+#[device]
 fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
     let at = |span: Span<T>| span.first.addr();
     Span {
@@ -254,11 +255,11 @@ fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
     }
 }
 
-/// The smallest of a value over the warp, known to every lane.
+/// The smallest `v` over the warp, known to every lane.
 ///
 /// # Safety
 /// All lanes of the warp call it.
-#[inline(always)]
+#[device]
 unsafe fn warp_min(mut v: u64) -> u64 {
     let mut mask = 16;
     while mask > 0 {
@@ -271,20 +272,20 @@ unsafe fn warp_min(mut v: u64) -> u64 {
 /// The pattern of a sequence.
 #[derive(Clone, Copy)]
 struct Pattern<T> {
-    /// Its last token.
+    /// The pattern's last token.
     last: Global<T>,
     longest: u32,
     shortest: u32,
 }
 
 impl<T: Token> Pattern<T> {
-    /// The key of a window end whose token, at `at`, is the pattern's last and the token `end` of its text, or
-    /// [`NOTHING`] if too little agrees.
+    /// The key of a window end, token `end` of its text, which lies at `at` and equals the pattern's last token.
+    /// [`NOTHING`] if fewer tokens agree than the shortest pattern has.
     ///
     /// # Safety
     /// `end` is one of the text's, with its token at `at`; all tokens before it and before the pattern's last are in
     /// memory, the longest pattern's at least.
-    #[inline(always)]
+    #[device]
     unsafe fn agreement(&self, at: Global<T>, end: u32, place: u32) -> u64 {
         let reach = self.longest.min(end + 1);
         let before = |token: Global<T>, n: u32| {
@@ -308,17 +309,17 @@ pub(super) type Units = [[u32; 4]; IN_FLIGHT as usize];
 pub(super) struct Ahead {
     tile: Units,
     in_prompt: bool,
-    /// Its first unit, or one that there is not.
+    /// The tile's first unit; without a tile, one that does not exist.
     first: u32,
 }
 
 impl Ahead {
-    /// What is tile `tile` of sequence `b` if both of its texts fill their rows. It is that tile too, or beyond the
-    /// end, if the texts are shorter.
+    /// Loads what is tile `tile` of sequence `b` if both of its texts fill their rows. If the texts are shorter, the
+    /// loaded tile is still a tile of the same text, or lies beyond its end.
     ///
     /// # Safety
     /// There is such a sequence.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, b: usize, tile: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -336,14 +337,15 @@ impl Ahead {
         }
     }
 
-    /// It, if it is the tile that begins with unit `first`.
-    #[inline(always)]
+    /// The tile, if it is the one that begins with unit `first` of that text.
+    #[device]
     pub(super) fn get(&self, first: u32, in_prompt: bool) -> Option<Units> {
         (self.first == first && self.in_prompt == in_prompt).then_some(self.tile)
     }
 }
 
-/// Whole tiles of a sequence's generated tokens on their way to shared memory, for the lanes that have asked for them.
+/// Whole tiles of a sequence's generated tokens, on their way to shared memory. Each is for the lanes that have asked
+/// for it.
 #[derive(Clone, Copy)]
 pub(super) struct AheadShared {
     place: Shared<u32>,
@@ -353,21 +355,21 @@ pub(super) struct AheadShared {
 }
 
 impl AheadShared {
-    /// Tiles of a warp.
+    /// Most tiles of a warp.
     const MOST: u32 = 4;
-    /// Shared memory for `warps` warps.
+    /// Bytes of shared memory for `warps` warps.
     pub(super) const fn bytes(warps: u32) -> u32 {
         warps * Self::MOST * TILE_BYTES
     }
 
-    /// Of sequence 0 the tiles `part`, `part + parts` and so on that lie before token `end`, with shared memory from
-    /// `offset` on.
+    /// Starts copying those of the tiles `part`, `part + parts` and so on of sequence 0 that lie before token `end`, to
+    /// shared memory from `offset` on.
     ///
     /// # Safety
     /// A whole warp calls it, `part` is below `parts`, and no other warp has the same. There is shared memory for
     /// [`bytes`](Self::bytes) of so many parts from `offset` on, a multiple of 16, which is the warps' own. Nobody
     /// writes the tokens before `end` any more.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn load<T: Token>(s: &Sequences<T>, part: u32, parts: u32, end: u32, offset: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -390,13 +392,13 @@ impl AheadShared {
         }
     }
 
-    /// The tile that begins with unit `first` of the generated tokens, if it is there; it is this warp's. What was
-    /// asked for was waited for.
+    /// The tile that begins with unit `first` of the generated tokens, if it was copied. It is one of this warp's
+    /// tiles, and the copies have been waited for.
     ///
     /// # Safety
     /// Each lane calls it that has called [`load`](Self::load), and has waited for its copies. If the unit is there, it
     /// begins a tile of the warp's part.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn get(&self, first: u32, in_prompt: bool) -> Option<Units> {
         if in_prompt || first >= self.end {
             return None;
@@ -411,15 +413,15 @@ impl AheadShared {
     }
 }
 
-/// One warp's part of one sequence, whose key is number `k`: of 2^`log_parts` parts, every so many tiles from tile
-/// `part` on. The prompt's tiles come first, then those of the generated tokens; the ends outside of units are the last
-/// part's.
+/// Searches one warp's part of one sequence, whose key is number `k`. Of 2^`log_parts` parts, part `part` has every
+/// 2^`log_parts`-th tile from tile `part` on. The prompt's tiles come first, then those of the generated tokens. The
+/// last part also has the ends outside of whole units.
 ///
 /// # Safety
 /// A whole warp calls it, with the same arguments in all lanes. `t` are the texts of the sequence whose key is number
 /// `k`, with at least one window end; `part` is below 2^`log_parts`. What `ahead` gives is the tile that it is asked
 /// for.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
     operator: &O,
     keys: &Keys,
@@ -454,11 +456,11 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
         }
 
         let mut best = NOTHING;
-        // Counted from the text's first.
+        // The number of the tile, counted from the text's first.
         let mut tile = part;
         let mut in_prompt = true;
         'texts: loop {
-            // Fresh, so that both spans are made where they are used and take no registers elsewhere.
+            // Recomputed, so that a span is made where it is used and takes no registers elsewhere.
             let ends = thread::opaque(if in_prompt { t.prompt_ends } else { t.generated_ends });
             let span = Span::new(if in_prompt { t.prompt } else { t.generated }, ends);
             let place = if in_prompt { 0 } else { t.prompt_ends };
@@ -480,9 +482,9 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
                 if mine < IN_FLIGHT {
                     candidates &= (1 << (mine * T::IN_UNIT)) - 1;
                 }
-                // Lanes take lane 0's word for the best, so that the warp leaves the loop as one.
+                // All lanes take lane 0's best, so that the warp leaves the loop as one.
                 best = warp::shuffle_idx(best, 0);
-                // No end from here on is further left.
+                // No end from here on can have a smaller key.
                 if best <= key(0, place + span.head + first * T::IN_UNIT) {
                     break 'texts;
                 }
@@ -513,7 +515,7 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
         if outside {
             let mut own = NOTHING;
             if token_outside == newest {
-                // Made again, as above. Lanes without an end have the newest token too.
+                // The span is recomputed, as above. Lanes without an end come here, too: they hold the newest token.
                 let lane = thread::opaque(lane);
                 let of_prompt = lane < 8;
                 let ends = thread::opaque(if of_prompt { t.prompt_ends } else { t.generated_ends });
@@ -535,7 +537,7 @@ pub(super) unsafe fn search_part<T: Token, O: Operator<T>>(
 }
 
 /// The smallest `n` with `v <= 2ⁿ`, for `v` of at least 1.
-#[inline(always)]
+#[device]
 fn ceil_log2(v: u32) -> u32 {
     32 - v.saturating_sub(1).leading_zeros()
 }
@@ -545,24 +547,24 @@ fn ceil_log2(v: u32) -> u32 {
 ///
 /// # Safety
 /// The whole grid calls it, blocks of [`THREADS`]. `keys` is what [`Keys::new`] has made in the block.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     let s = operator.sequences();
     let batch = s.batch.max(1);
     let blocks = thread::grid_dim_x() * thread::grid_dim_y();
     let block = thread::block_idx_y() * thread::grid_dim_x() + thread::block_idx_x();
-    // Parts of a sequence: a power of two, because a division takes longer than all the rest here. No more than a row
-    // has tiles: warps without any would only be in the way.
+    // Parts of a sequence: a power of two, because a division takes longer than all the rest here. No more parts than a
+    // row has tiles: warps without a tile would only be in the way.
     let tiles = (s.input_ids_stride / T::IN_UNIT).saturating_add(s.pre_ids_stride / T::IN_UNIT) / TILE + 1;
     let for_all = (31 - (blocks * WARPS).max(1).leading_zeros()).saturating_sub(ceil_log2(batch));
     let log_parts = for_all.min(ceil_log2(tiles));
     let mut item = thread::warp_id() * blocks + block;
-    // Not a multiplication, which could overflow for batches that no device has memory for.
+    // Not multiplied, which could overflow for batches that no device has memory for.
     while item >> log_parts < batch {
         let (b, part) = ((item >> log_parts) as usize, item & ((1 << log_parts) - 1));
         // SAFETY: the caller's word.
         unsafe {
-            // All that is known of a sequence is on its way before any of it is used.
+            // All loads of what is known of a sequence are issued before any of it is used.
             let claim = operator.claim::<true>(b);
             let t = texts::<true, _, _>(operator, b);
             if claim.want > 0 && t.ends() > 0 {

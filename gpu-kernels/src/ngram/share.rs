@@ -6,21 +6,21 @@
 //! Sequences' outputs are written when nobody reads them as inputs any more.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{shared, thread, warp};
+use cuda_std::{device, shared, thread, warp};
 
 use super::search::{Keys, NOTHING, Texts, texts};
 use super::{Claim, Operator, Sequences, THREADS, Token, WARPS, shared_layout};
 
 /// Lanes that copy one sequence's drafts.
 const COPIERS: u32 = 16;
-/// Sequences that such a group copies for at a time.
+/// Sequences for which a group of that many lanes copies at a time.
 const COPIES: u32 = 4;
 
 /// Whether this block is the last of the launch to come here. Then all that the others wrote before is visible.
 ///
 /// # Safety
 /// All blocks of the launch call it, once, each when it has searched.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) -> bool {
     // SAFETY: the caller's word.
     unsafe {
@@ -32,8 +32,8 @@ pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys:
         if thread::thread_idx_x() == 0 {
             let blocks = thread::grid_dim_x() * thread::grid_dim_y();
             let finished = operator.sequences().finished_blocks();
-            // Releases what the block did before the barrier, acquires what the others released. Counts from -1, which
-            // is how the workspace is filled.
+            // Releases what the block did before the barrier, acquires what the others released. The count begins at
+            // -1, with which the workspace is filled.
             let before = atomic::fetch_add(finished, 0, 1u32, Ordering::AcqRel, Scope::Device);
             let is_last = before.wrapping_add(2) == blocks;
             if is_last {
@@ -52,15 +52,15 @@ pub(super) struct Wish {
     claim: Claim,
     /// Drafts that it could use.
     pub(super) cap: u32,
-    /// Where they begin: the element in its matrix, doubled, and whether that is the prompts'.
+    /// Where the drafts begin: the index of the element in its matrix, doubled, plus 1 if that is the prompts'.
     pub(super) from: u64,
     /// A key was left that the next launch must not find.
     found: bool,
 }
 
 impl Wish {
-    /// Of sequence `b`, whose key is `best`.
-    #[inline(always)]
+    /// The wish of sequence `b`, whose key is `best`.
+    #[device]
     pub(super) fn new<T: Token>(s: &Sequences<T>, b: usize, claim: Claim, t: &Texts<T>, best: u64) -> Self {
         if best == NOTHING {
             return Self { claim, cap: 0, from: 0, found: false };
@@ -80,11 +80,11 @@ impl Wish {
     }
 }
 
-/// The wish of sequence `b`, of one that asks for nothing where there is no such sequence.
+/// The wish of sequence `b`; if there is no such sequence, a wish for nothing.
 ///
 /// # Safety
 /// All keys are final: every block has searched.
-#[inline(always)]
+#[device]
 unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
     // SAFETY: the caller's word.
     unsafe {
@@ -104,7 +104,7 @@ unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -
 ///
 /// # Safety
 /// All lanes of the warp call it.
-#[inline(always)]
+#[device]
 unsafe fn running_total(mut v: i64) -> i64 {
     let mut delta = 1;
     while delta < 32 {
@@ -117,8 +117,8 @@ unsafe fn running_total(mut v: i64) -> i64 {
     v
 }
 
-/// Drafts for a sequence that could use `cap` and finds `room`.
-#[inline(always)]
+/// How many drafts a sequence gets that could use `cap` and finds `room`.
+#[device]
 pub fn grant(cap: u32, room: i64) -> u32 {
     if room >= 2 { (cap as i64).min(room) as u32 } else { 0 }
 }
@@ -127,7 +127,7 @@ pub fn grant(cap: u32, room: i64) -> u32 {
 ///
 /// # Safety
 /// As the operator's parameter block says; the block has [`THREADS`], and the operator's shared memory.
-#[inline(always)]
+#[device]
 pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     // SAFETY: the caller's word.
     unsafe {
@@ -143,10 +143,10 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
         let count = shared::dynamic::<u32>(shared_layout::COUNT);
         let row = shared::dynamic::<i32>(shared_layout::ROW);
 
-        // On its way while the others are counted.
+        // This is on its way while the other sequences are counted.
         let mut wish = wish_of(operator, keys, tid);
 
-        // How many sequences have work, and whether any lessens the room by less than nothing.
+        // How many sequences have work, and whether any has a negative `fixed`.
         let (mut own_active, mut own_negative) = (wish.claim.works as u32, (wish.claim.fixed < 0) as u32);
         let mut b = tid + THREADS;
         while b < s.batch {
@@ -158,7 +158,8 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
         let in_order;
         let in_all;
         if s.batch <= 32 {
-            // All in the first warp, whose votes need no barrier. The others have nothing to share out.
+            // All sequences are in the first warp, whose votes need no barrier. The other warps have nothing to share
+            // out.
             in_all = warp::ballot(own_active != 0).count_ones();
             in_order = warp::any(own_negative != 0);
         } else {
@@ -183,7 +184,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
             room.store(0, chunk_room);
         }
 
-        // Those that share out.
+        // Synchronises the warps that share out.
         let barrier = || if s.batch <= 32 { warp::sync_warp() } else { thread::sync_threads() };
         let mut chunk = 0;
         while chunk < s.batch {
@@ -245,7 +246,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
             copy(operator, chunk);
             // The next chunk writes what this one still reads.
             thread::sync_threads();
-            // A chunk after which another comes is full, and has a sum.
+            // The sum is there if another chunk follows, because this one is full then.
             chunk_room -= chunk_sum;
             chunk += THREADS;
             wish = wish_of(operator, keys, chunk + tid);
@@ -258,7 +259,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
 ///
 /// # Safety
 /// The block's threads have left the chunk's drafts in shared memory, and synchronised.
-#[inline(always)]
+#[device]
 unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
     // SAFETY: the caller's word.
     unsafe {

@@ -1,8 +1,9 @@
-//! A block a sequence, for batches and texts so small that a call costs what it waits for and little else.
+//! A block for each sequence, for batches and texts so small that the time of a call is that of its waits.
 //!
-//! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find who is last; then the
-//! last begins anew with what it has to know, and with tokens that other SMs have read. Each of these is a way to L2
-//! and back. Here a sequence stays in its block, whose warps have its tiles, and blocks tell each other one thing:
+//! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find out which block is
+//! last. Then the last block loads again what it has to know, and tokens that other SMs have read. Each of these is a
+//! round trip to L2. Here a sequence stays in its block, whose warps share its tiles, and blocks tell each other one
+//! thing:
 //!
 //! ```text
 //! block b   first tiles ─┐
@@ -12,12 +13,12 @@
 //!             └► room of b (a sum, see the module's text) ► rows[b], drafts, from lines that this block has read
 //! ```
 //!
-//! *What is not waited for.* The first tile of each warp is asked for before the sequence's lengths are known: where it
+//! *What is not waited for.* The first tile of each warp is loaded before the sequence's lengths are known: where it
 //! lies follows from the strides.
 //!
-//! *Slots.* A slot is two words of 63 bits and a tag. A launch writes the tag that is not there, into every slot, those
-//! beyond the batch too; so all slots have one tag between launches, each block knows it from its own, and nothing is
-//! ever put back. A word is read and written at once, and what it says is in it: no fence is needed.
+//! *Slots.* A slot is two words, each of 63 bits and a tag. A launch flips the tag of every slot, also of those beyond
+//! the batch. So between launches all slots have the same tag, each block learns it from its own slot, and nothing has
+//! to be reset. A word is read and written as a whole and contains all that it tells, so no fence is needed.
 //!
 //! *Progress.* A block waits only for blocks of lower index. Blocks start in that order, or all together in a
 //! cooperative launch.
@@ -27,7 +28,7 @@
 //! most [`TOGETHER`]; blocks start in order, or all at once.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, thread, warp};
+use cuda_std::{GlobalMut, device, thread, warp};
 
 use super::search::{Ahead, Keys, Units, search_part, texts};
 use super::share::{Wish, grant};
@@ -40,11 +41,11 @@ pub const SHARED_BYTES: u32 = 8;
 
 /// Slots that a lane reads.
 const ROUNDS: u32 = TOGETHER / 32;
-/// A slot's words say what they say in the bits below.
+/// The tag in a slot's word; the bits below it are the number.
 const TAG: u64 = 1 << 63;
 
-/// The number in a word.
-#[inline(always)]
+/// The number in a word, without the tag.
+#[device]
 fn number(word: u64) -> i64 {
     (word << 1) as i64 >> 1
 }
@@ -53,7 +54,7 @@ fn number(word: u64) -> i64 {
 ///
 /// # Safety
 /// `i` is below [`TOGETHER`], and `slots` are a launch's.
-#[inline(always)]
+#[device]
 unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
     let at = 2 * i as usize;
     // SAFETY: the caller's word.
@@ -69,7 +70,7 @@ unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
 ///
 /// # Safety
 /// As the operator's parameter block says.
-#[inline(always)]
+#[device]
 pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     // SAFETY: the caller's word.
     unsafe {
@@ -80,20 +81,21 @@ pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     }
 }
 
-/// What the first warp has written: how many rows, and of draft `d` lane `d` the token.
+/// What the first warp has written: how many rows, and in lane `d` the token of draft `d`.
 #[derive(Clone, Copy)]
 pub(crate) struct Drafted<T> {
     pub(crate) rows: i32,
     pub(crate) token: T,
 }
 
-/// The same by the first `warps` warps of a block, a power of two, which synchronise in `sync`; with the tiles that
-/// `ahead` has. The first warp is told what it has written, as far as a lane has one draft.
+/// [`draft`] by the first `warps` warps of a block, a power of two, which synchronise in `sync`. `ahead` gives the
+/// tiles that were loaded ahead. The first warp gets what it has written, as far as one draft for each lane; the others
+/// get `None`.
 ///
 /// # Safety
 /// The first `warps` warps of each block call it, whole, and no other; `sync` is a barrier of these. The first 8 bytes
 /// of dynamic shared memory are theirs. What `ahead` gives is the tile of the warp's part that it is asked for.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
     operator: &O,
     ahead: impl Fn(u32, bool) -> Option<Units>,
@@ -108,7 +110,7 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
         let (warp_id, lane) = (thread::warp_id(), thread::lane_id());
         let slots = s.slots();
 
-        // Everything that depends on nothing is on its way first.
+        // Loads that depend on nothing are issued first.
         let claim = operator.claim::<true>(b);
         let t = texts::<true, _, _>(operator, b);
         let mut working = [false; ROUNDS as usize];
@@ -167,11 +169,11 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
             }
         }
         if warp::any(negative) {
-            // In order, as in the last block of the other launch.
+            // Walks the sequences in order, as the last block of the other launch does.
             let mut i = 0;
             while i < block {
                 let [cap, fixed] = slot(slots, i);
-                // Its own `fixed` is taken off already.
+                // This sequence's own `fixed` is already subtracted from `room`.
                 let left = room + claim.fixed - number(fixed);
                 room -= number(fixed) + grant(number(cap) as u32, left) as i64;
                 i += 1;

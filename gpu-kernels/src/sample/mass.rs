@@ -1,5 +1,6 @@
-//! What a draw is made of, as plain functions that the host shares: ranks of logits, their masses, random numbers.
+//! The parts of a draw, as plain functions that the host shares: ranks of logits, their masses, and random numbers.
 
+use cuda_std::device;
 use cuda_std::math;
 
 use crate::step::NO_TOKEN;
@@ -24,8 +25,8 @@ fn mix(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// An integer that orders as the logit does, with NaN above everything: it must not go unnoticed.
-#[inline(always)]
+/// An integer that orders as the logit does, with NaN above everything, since it must not go unnoticed.
+#[device]
 pub(crate) fn key(logit: f32) -> u32 {
     // The addition makes -0 and 0, which are equal, one key.
     let bits = (logit + 0.0).to_bits();
@@ -39,32 +40,32 @@ pub(crate) fn key(logit: f32) -> u32 {
 }
 
 /// The logit of a [`key`].
-#[inline(always)]
+#[device]
 pub(super) fn logit(key: u32) -> f32 {
     f32::from_bits(if key >> 31 == 1 { key & !(1 << 31) } else { !key })
 }
 
-/// An integer that orders as the logits do, and equal logits by token, the lowest first.
-#[inline(always)]
+/// An integer that orders tokens by logit. Of equal logits the lowest token has the highest rank.
+#[device]
 pub fn rank(logit: f32, token: u32) -> u64 {
     u64::from(key(logit)) << 32 | u64::from(!token)
 }
 
 /// The token of a [`rank`].
-#[inline(always)]
+#[device]
 pub fn ranked_token(rank: u64) -> u32 {
     !(rank as u32)
 }
 
 /// The logit of a [`rank`].
-#[inline(always)]
+#[device]
 pub fn ranked_logit(rank: u64) -> f32 {
     logit((rank >> 32) as u32)
 }
 
-/// The token of the best [`rank`] of a row; [`NO_TOKEN`] where that is NaN or infinite, so that there is nothing to
+/// The token of the best [`rank`] of a row; [`NO_TOKEN`] if its logit is NaN or infinite, so that there is nothing to
 /// choose by.
-#[inline(always)]
+#[device]
 pub fn best_token(best: u64) -> u32 {
     let key = (best >> 32) as u32;
     let finite = key > self::key(f32::NEG_INFINITY) && key < self::key(f32::INFINITY);
@@ -72,7 +73,7 @@ pub fn best_token(best: u64) -> u32 {
 }
 
 /// The mass of a logit in a row whose largest is `max`, a finite number; the largest itself has [`UNIT_MASS`].
-#[inline(always)]
+#[device]
 pub fn mass(logit: f32, max: f32) -> u64 {
     mass_of(logit - max)
 }
@@ -80,25 +81,25 @@ pub fn mass(logit: f32, max: f32) -> u64 {
 /// `⌊e^delta · 2⁴⁰⌋` for `delta ≤ 0`; 0 below −28 and for NaN.
 ///
 /// Additions and multiplications of f64 alone, never fused: the CPU sampler in `model` computes the same bits (tested).
-#[inline(always)]
+#[device]
 pub fn mass_of(delta: f32) -> u64 {
     masses_of(&[delta])[0]
 }
 
-/// [`mass_of`] each: step by step for all of them, so that none waits for its own step before.
-#[inline(always)]
+/// [`mass_of`] each. Each step is done for all of them before the next one, so that latencies overlap.
+#[device]
 pub(crate) fn masses_of<const N: usize>(deltas: &[f32; N]) -> [u64; N] {
     // e^x = 2^n · e^r with n = round(x / ln 2). The high part of ln 2 ends in zero bits, so that n times it is exact.
     const LN2_HIGH: f64 = f64::from_bits(0x3FE6_2E42_FEE0_0000);
     const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;
     let (mut whole, mut rest, mut sums) = ([0; N], [0.0; N], [0.0; N]);
     unroll!(I < N of 4; {
-        // Of −28, and so of what lies below and of NaN, the mass is 0.
+        // The mass of −28 is 0. Everything below it, and NaN, becomes −28 here, so its mass is 0, too.
         let x = f64::from(math::max(deltas[I], -28.0));
         whole[I] = (x * core::f64::consts::LOG2_E - 0.5) as i32;
         rest[I] = x - f64::from(whole[I]) * LN2_HIGH - f64::from(whole[I]) * LN2_LOW;
     });
-    // Taylor's sum, to r¹³.
+    // The Taylor series of e^r, up to r¹³.
     macro_rules! horner {
         ($($factorial:literal)*) => { $( unroll!(I < N of 4; {
             sums[I] = sums[I] * rest[I] + 1.0 / $factorial;

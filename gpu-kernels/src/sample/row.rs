@@ -5,7 +5,7 @@
 //! parameter block says, a row's logits are one row of them, and its slice is within the vocabulary. Where logits are
 //! changed, the [choice](Choice) lies in shared memory, the CTA has synchronised since, and nobody writes it meanwhile.
 
-use cuda_std::{Global, shared, thread};
+use cuda_std::{Global, device, shared, thread};
 
 use super::mass::{rank, ranked_logit};
 use super::team::warp_total;
@@ -17,7 +17,7 @@ pub(crate) const AT_ONCE: usize = 8;
 /// Logits whose weights are made side by side.
 pub(crate) const SIDE_BY_SIDE: usize = 4;
 
-/// What rows are chosen from.
+/// What tokens are chosen by.
 #[derive(Clone, Copy)]
 pub(crate) struct Inputs {
     /// The step's rows.
@@ -29,16 +29,16 @@ pub(crate) struct Inputs {
     pub vocab: u32,
 }
 
-/// What becomes of logits before they are compared: by the [choice](Choice) that lies in shared memory. It is read
-/// there for each pass: registers are short between passes.
+/// A change of logits before they are compared, by the [choice](Choice) that lies in shared memory. Each pass reads the
+/// choice again, because registers are short between passes.
 pub(crate) trait Change: Sized {
-    /// What a pass needs to know.
+    /// Reads what a pass needs to know.
     ///
     /// # Safety
     /// The choice's row and slot are among the inputs'.
     unsafe fn new(inputs: &Inputs) -> Self;
 
-    /// Changes a thread's logits: of every 32nd token from `first` on that is below `end`.
+    /// Changes a thread's logits: those of every 32nd token from `first` on, below `end`.
     ///
     /// # Safety
     /// `end` is at most the vocabulary.
@@ -49,26 +49,26 @@ pub(crate) trait Change: Sized {
 pub(crate) struct Raw;
 
 impl Change for Raw {
-    #[inline(always)]
+    #[device]
     unsafe fn new(_: &Inputs) -> Self {
         Self
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn change(&self, _: &mut [f32; AT_ONCE], _: u32, _: u32) {}
 }
 
-/// Penalised for the uses of their tokens.
+/// Logits penalised for the uses of their tokens.
 pub(super) struct Penalised {
     choice: Choice,
     uses: Global<u32>,
     tokens: Global<u32>,
-    /// Of a tree, the rows on the way to this one, as bits.
+    /// In a tree, the rows on the path to this one, as bits.
     way: Option<u32>,
 }
 
 impl Penalised {
-    #[inline(always)]
+    #[device]
     fn of(&self, logit: f32, uses: u32) -> f32 {
         let (s, mut l) = (&self.choice.settings, logit);
         l = if l > 0.0 { l / s.repetition_penalty } else { l * s.repetition_penalty };
@@ -82,7 +82,7 @@ impl Penalised {
 }
 
 impl Change for Penalised {
-    #[inline(always)]
+    #[device]
     unsafe fn new(inputs: &Inputs) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -94,7 +94,7 @@ impl Change for Penalised {
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn change(&self, logits: &mut [f32; AT_ONCE], first: u32, end: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -134,8 +134,8 @@ impl Change for Penalised {
     }
 }
 
-/// An element of an array that stays in registers.
-#[inline(always)]
+/// An element of an array, by selects, so that the array stays in registers.
+#[device]
 fn pick<T: Copy>(of: &[T; AT_ONCE], i: u32) -> T {
     let mut picked = of[0];
     unroll!(I < AT_ONCE of 8; {
@@ -155,9 +155,10 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Hands the logits of the slice to `f`, [`AT_ONCE`] a thread at a time, with the first one's token: every 32nd.
-    /// Those at `end` and behind it are none. A warp has a part of the slice that is contiguous.
-    #[inline(always)]
+    /// Calls `f` with the logits of the slice, [`AT_ONCE`] of a thread at a time. `f` gets the token of the first one,
+    /// the end of the warp's part, and the logits, which are those of every 32nd token. Entries for tokens from that
+    /// end on are not logits. A warp has a contiguous part of the slice.
+    #[device]
     unsafe fn some_each<C: Change>(&self, mut f: impl FnMut(u32, u32, &[f32; AT_ONCE])) {
         // SAFETY: the caller's word.
         unsafe {
@@ -179,9 +180,9 @@ impl Row {
         }
     }
 
-    /// Hands the logits of the slice of which `wanted` holds to `f`, with their tokens: `wanted` costs little, `f` may
-    /// cost more.
-    #[inline(always)]
+    /// Calls `f` with those logits of the slice for which `wanted` holds, each with its token. `wanted` should cost
+    /// little; `f` may cost more.
+    #[device]
     pub unsafe fn each<C: Change>(&self, wanted: impl Fn(f32) -> bool, mut f: impl FnMut(u32, f32)) {
         // SAFETY: the caller's word.
         unsafe {
@@ -200,9 +201,10 @@ impl Row {
         }
     }
 
-    /// As [`each`](Self::each), with a weight for each, made of [`SIDE_BY_SIDE`] at a time: their operations are long,
-    /// and need not wait for each other. Logits that are not wanted may come, too: they weigh nothing.
-    #[inline(always)]
+    /// As [`each`](Self::each), with a weight for each logit. Weights are made for [`SIDE_BY_SIDE`] logits at a time,
+    /// so that the latencies of their operations overlap. `f` may also get logits that are not wanted: they weigh
+    /// nothing.
+    #[device]
     pub unsafe fn each_weighed<C: Change>(
         &self,
         wanted: impl Fn(f32) -> bool,
@@ -223,13 +225,13 @@ impl Row {
                     });
                     if are_wanted != 0 {
                         let weights = weigh(&some);
-                        // Without a branch: each would be made on its own behind one.
+                        // Without a branch, behind which the compiler would make each weight on its own.
                         unroll!(I < SIDE_BY_SIDE of 4; {
                             let weight = if are_wanted >> I & 1 == 1 { weights[I] } else { 0 };
                             f(first + 32 * I as u32, some[I], weight);
                         });
                     }
-                    // The next come to where these are.
+                    // Moves the next ones to where these are.
                     unroll!(I < SIDE_BY_SIDE of 4; {
                         (logits[I], logits[I + SIDE_BY_SIDE]) = (logits[I + SIDE_BY_SIDE], logits[I]);
                     });
@@ -241,7 +243,7 @@ impl Row {
     }
 
     /// The best rank of this thread's logits in the slice; 0 if there are none.
-    #[inline(always)]
+    #[device]
     pub unsafe fn best<C: Change>(&self) -> u64 {
         // SAFETY: the caller's word.
         unsafe {
@@ -250,7 +252,7 @@ impl Row {
                 if !any {
                     (any, token) = (true, first);
                 }
-                // The first of equal ones stays.
+                // Of equal logits the first stays.
                 unroll!(I < AT_ONCE of 8; {
                     nan |= logits[I].is_nan();
                     if logits[I] > best {
@@ -267,7 +269,7 @@ impl Row {
     }
 
     /// The best rank of this thread's logits in the slice that is below `limit`; 0 if there is none.
-    #[inline(always)]
+    #[device]
     pub unsafe fn best_below<C: Change>(&self, limit: u64) -> u64 {
         let (mut best, most) = (0, ranked_logit(limit));
         // SAFETY: the caller's word.
@@ -283,11 +285,12 @@ impl Row {
         best
     }
 
-    /// Hands a logit to each of the first lanes of a warp, whose slice has no more than these.
+    /// Calls `f` with one logit in each of a warp's first lanes, of a slice that has no more tokens than a warp has
+    /// lanes.
     ///
     /// # Safety
     /// The slice has at most 32 tokens. A whole warp calls it.
-    #[inline(always)]
+    #[device]
     pub unsafe fn one_each<C: Change>(&self, mut f: impl FnMut(f32)) {
         // SAFETY: the caller's word.
         unsafe {
@@ -300,12 +303,12 @@ impl Row {
         }
     }
 
-    /// What the logits of this warp's part of the slice weigh together: known to each of its lanes. Those below `least`
-    /// weigh nothing.
+    /// The total weight of the logits in this warp's part of the slice, known to each of its lanes. Logits below
+    /// `least` weigh nothing.
     ///
     /// # Safety
     /// All lanes of the warp call it.
-    #[inline(always)]
+    #[device]
     pub unsafe fn warp_weight<C: Change>(
         &self,
         least: f32,
@@ -319,15 +322,15 @@ impl Row {
         }
     }
 
-    /// The same row with the slice of one warp's part.
-    #[inline(always)]
+    /// The same row, its slice narrowed to one warp's part.
+    #[device]
     pub fn narrowed(&self, warp: u32) -> Self {
         Self { slice: part(self.slice, warp), ..*self }
     }
 }
 
 /// A warp's part of a slice.
-#[inline(always)]
+#[device]
 fn part(slice: (u32, u32), warp: u32) -> (u32, u32) {
     let (first, end) = slice;
     let len = (end - first).div_ceil(WARPS);

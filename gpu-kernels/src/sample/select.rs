@@ -1,8 +1,9 @@
-//! Where, from the best logit downwards, weights first add up to a target: a radix select over the slices of a team.
+//! A radix select over the slices of a team: finds where weights, added up from the best logit downwards, reach a
+//! target.
 //!
-//! A pass makes a histogram of the ranks in question, in up to [`BINS`] bins of equal width. The bin in which the sum
-//! reaches the target holds the ranks in question of the next pass, until a bin is as narrow as is asked for. Logits of
-//! a row lie close together, so two or three passes do.
+//! A pass makes a histogram of the ranks in question, in up to [`BINS`] bins of equal width. In the next pass the ranks
+//! of the bin in which the sum reaches the target are in question, and so on until a bin is as narrow as is asked for.
+//! Logits of a row lie close together, so two or three passes do.
 //!
 //! # Safety
 //! Whole CTAs call these functions, all of a team with the same question, weights and target, since they wait for each
@@ -14,7 +15,7 @@ use core::marker::PhantomData;
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::Shared;
-use cuda_std::{shared, thread, warp};
+use cuda_std::{device, shared, thread, warp};
 
 use super::row::{Change, Row};
 
@@ -30,30 +31,31 @@ const SUM: usize = 1;
 const ABOVE: usize = 2;
 const GOAL: usize = 3;
 
-/// Bins of a thread: those after its first.
+/// Bins of a thread: consecutive ones.
 const OWN: usize = (BINS / THREADS) as usize;
 
 /// Ranks to select from.
 pub(crate) trait Ranks {
-    /// Hands a thread's ranks from `low` to `high` to `f`, with their weights. Others may come, too, with none.
+    /// Calls `f` with a thread's ranks from `low` to `high`, and their weights. `f` may also get other ranks, with
+    /// weight 0.
     ///
     /// # Safety
     /// The ranks are of a row as [`row`](super::row) asks.
     unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, f: impl FnMut(u64, u64));
 }
 
-/// All of a slice.
+/// The ranks of all logits of a slice.
 pub(crate) struct All<C: Change>(pub Row, pub PhantomData<C>);
 
 impl<C: Change> Ranks for All<C> {
-    #[inline(always)]
+    #[device]
     unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, mut f: impl FnMut(u64, u64)) {
         // SAFETY: the caller's word.
         unsafe {
-            // No logit has a key below that of the lowest.
+            // No logit has a key below that of minus infinity.
             let lowest = rank(f32::NEG_INFINITY, u32::MAX);
             let [least, most] = [low.max(lowest), high].map(ranked_logit);
-            // Of the outermost logits not every token may be in question.
+            // Some tokens with the least or the greatest of these logits may not be in question.
             self.0.each_weighed::<C>(
                 |logit| logit >= least && logit <= most,
                 |logits| weight.of(logits),
@@ -66,11 +68,11 @@ impl<C: Change> Ranks for All<C> {
     }
 }
 
-/// One of each thread.
+/// One rank of each thread.
 pub(crate) struct One(pub u64);
 
 impl Ranks for One {
-    #[inline(always)]
+    #[device]
     unsafe fn each_between(&self, low: u64, high: u64, weight: impl Weight, mut f: impl FnMut(u64, u64)) {
         if self.0 >= low && self.0 <= high {
             f(self.0, weight.of(&[ranked_logit(self.0)])[0]);
@@ -86,7 +88,7 @@ pub(crate) trait Weight: Copy {
     /// What these logits weigh.
     fn of<const N: usize>(self, logits: &[f32; N]) -> [u64; N];
 
-    /// Adds a weight to a bin of the block's histogram, word by word `BINS` apart.
+    /// Adds a weight to a bin of the block's histogram. The words of a bin lie `BINS` apart.
     ///
     /// # Safety
     /// `bins` are the block's, and `bin` is below [`BINS`].
@@ -101,7 +103,7 @@ pub(crate) trait Weight: Copy {
 
 /// # Safety
 /// `bins` are the block's, with this word, and `bin` is below [`BINS`].
-#[inline(always)]
+#[device]
 unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -111,7 +113,7 @@ unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
 
 /// # Safety
 /// As for [`add_word`]; nobody adds any more.
-#[inline(always)]
+#[device]
 unsafe fn word(bins: Shared<u32>, word: u32, bin: u32) -> u64 {
     // SAFETY: the caller's word.
     unsafe { u64::from(bins.load((word * BINS + bin) as usize)) }
@@ -124,46 +126,47 @@ pub(crate) struct Count;
 impl Weight for Count {
     const WORDS: u32 = 1;
 
-    #[inline(always)]
+    #[device]
     fn of<const N: usize>(self, _: &[f32; N]) -> [u64; N] {
         [1; N]
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn add(bins: Shared<u32>, bin: u32, _: u64) {
         // SAFETY: the caller's word.
         unsafe { add_word(bins, 0, bin, 1) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn sum(bins: Shared<u32>, bin: u32) -> u64 {
         // SAFETY: the caller's word.
         unsafe { word(bins, 0, bin) }
     }
 }
 
-/// A logit weighs its [mass](super::mass) by a temperature, in a row with this largest logit after it.
+/// A logit weighs its [mass](super::mass) after division by the temperature. `max` is the row's largest logit after
+/// that division.
 #[derive(Clone, Copy)]
 pub(super) struct Mass {
     pub max: f32,
     pub temperature: f32,
 }
 
-/// Bits of a word of a mass: `2^(32 − 14)` of them add up without a carry.
+/// Bits of a mass that go into one word of a bin: `2^(32 − 14)` numbers of 14 bits add up without an overflow.
 const WORD_BITS: u32 = 14;
-/// Most logits of a row: what the words of a [`Mass`] in a histogram can add up.
+/// Most logits of a row: as many as the words of a [`Mass`] in a histogram can add up.
 pub const MOST_VOCAB: u32 = 1 << (32 - WORD_BITS);
 
 impl Weight for Mass {
     const WORDS: u32 = 3;
 
-    #[inline(always)]
+    #[device]
     fn of<const N: usize>(self, logits: &[f32; N]) -> [u64; N] {
         masses_of(&logits.map(|logit| logit / self.temperature - self.max))
     }
 
-    // Shared memory has no addition of 64 bits.
-    #[inline(always)]
+    // Shared memory has no native atomic addition of 64 bits.
+    #[device]
     unsafe fn add(bins: Shared<u32>, bin: u32, weight: u64) {
         // SAFETY: the caller's word.
         unsafe {
@@ -174,7 +177,7 @@ impl Weight for Mass {
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn sum(bins: Shared<u32>, bin: u32) -> u64 {
         // SAFETY: the caller's word.
         unsafe { word(bins, 0, bin) + (word(bins, 1, bin) << WORD_BITS) + (word(bins, 2, bin) << (2 * WORD_BITS)) }
@@ -184,22 +187,22 @@ impl Weight for Mass {
 /// What is asked of a [`select`].
 #[derive(Clone, Copy)]
 pub(crate) struct Question {
-    /// The ranks in question: from `low`…
+    /// The lowest rank in question.
     pub low: u64,
-    /// …to `high`.
+    /// The highest rank in question.
     pub high: u64,
-    /// A bin of `2^narrow` ranks is narrow enough: 32 is a logit, 0 a token.
+    /// A bin of `2^narrow` ranks is narrow enough: with 32 a bin is one logit, with 0 one token.
     pub narrow: u32,
-    /// So is any if the weights from its lowest rank upwards add up to no more than this.
+    /// Any bin is narrow enough if the weights from its lowest rank upwards add up to no more than this.
     pub enough: u64,
 }
 
-/// The lowest rank of the bin in which the weights of ranks, from the highest downwards, reach `target` of the sum of
-/// all of them; 0 where they do not, or there is no target.
+/// Adds up weights from the highest rank in question downwards, until they reach the goal: `target` of the sum of all
+/// of them. Returns the lowest rank of the bin in which they do; 0 if they do not, or if the goal is 0.
 ///
 /// # Safety
 /// The question's `low` is at most its `high`.
-#[inline(always)]
+#[device]
 pub(crate) unsafe fn select<W: Weight>(
     team: &mut Team,
     of: &impl Ranks,
@@ -210,12 +213,12 @@ pub(crate) unsafe fn select<W: Weight>(
     // SAFETY: the caller's word.
     unsafe {
         let Question { mut low, mut high, narrow, enough } = question;
-        // What is kept between passes, by place in shared memory: the weights of ranks above those in question, and
-        // what is to be reached.
+        // Shared memory keeps two numbers between passes: the weight of all ranks above those in question, and the
+        // goal.
         let result = shared::dynamic::<u64>(RESULT);
         let mut is_first = true;
         loop {
-            // What the largest distance of a bin from the first must be shifted by to be below `BINS`.
+            // The shift that brings the largest distance from `high` below `BINS`.
             let shift = (64 - (high - low).leading_zeros()).saturating_sub(BINS.ilog2()).max(narrow);
             let bins = histogram(of, low, high, shift, weight);
             let bins = team.add_bins(thread::thread_idx_x() * OWN as u32, bins);
@@ -256,11 +259,12 @@ pub(crate) unsafe fn select<W: Weight>(
     }
 }
 
-/// The block's histogram of the ranks from `low` to `high`, the highest first, of which a thread is told [`OWN`] bins.
+/// The block's histogram of the ranks from `low` to `high`, the highest ranks first. Returns this thread's [`OWN`]
+/// bins.
 ///
 /// # Safety
 /// `low` is at most `high`, and `high - low`, shifted, below [`BINS`].
-#[inline(always)]
+#[device]
 unsafe fn histogram<W: Weight>(of: &impl Ranks, low: u64, high: u64, shift: u32, weight: W) -> [u64; OWN] {
     // SAFETY: the caller's word.
     unsafe {

@@ -1,8 +1,8 @@
-//! The CTAs that work on one row of logits: who has which slice of the vocabulary, and what they tell each other.
+//! The CTAs that work on one row of logits: which slice of the vocabulary each has, and how they exchange results.
 //!
-//! Split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results are combined in
+//! A row is split over the vocabulary as split-K splits a GEMM: each CTA reduces its slice, and results are combined in
 //! [scratch](SCRATCH_WORDS) memory. All CTAs are resident at once, so they may wait for each other there. A row that
-//! one CTA has alone needs none of it.
+//! one CTA has alone needs no combining.
 //!
 //! # Safety
 //! A team is of a launch whose CTAs are all resident at once. Its scratch is as the launch's parameters say, and no
@@ -11,7 +11,7 @@
 //! memory that nobody else uses meanwhile.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, shared, thread, warp};
+use cuda_std::{GlobalMut, device, shared, thread, warp};
 
 use super::select::BINS;
 use super::{RESULT, THREADS, TOTALS, WARPS};
@@ -19,7 +19,7 @@ use crate::waiting;
 
 /// Most CTAs of a row.
 pub const MOST_SPLITS: u32 = 64;
-/// Logits for each thread that make a slice worth a CTA.
+/// A slice is worth a CTA if each of its threads has at least this many logits.
 const LEAST_LOGITS: u32 = 4;
 /// Most candidates that one CTA chooses from: one a thread.
 pub(crate) const MOST_CANDIDATES: u32 = THREADS;
@@ -37,7 +37,7 @@ const HISTOGRAMS: usize = CANDIDATES + MOST_CANDIDATES as usize;
 /// Words of 64 bits that the CTAs of a row share.
 pub const SCRATCH_WORDS: usize = HISTOGRAMS + 3 * BINS as usize;
 
-/// CTAs a row for a launch over `rows` rows of `vocab` logits on a card where `resident` CTAs run at once.
+/// CTAs for each row, in a launch over `rows` rows of `vocab` logits on a card where `resident` CTAs run at once.
 pub const fn splits(rows: u32, resident: u32, vocab: u32) -> u32 {
     let most = [resident / if rows == 0 { 1 } else { rows }, MOST_SPLITS, vocab.div_ceil(LEAST_LOGITS * THREADS)];
     let (mut least, mut i) = (most[0], 1);
@@ -59,20 +59,22 @@ pub(crate) struct Team {
 }
 
 impl Team {
-    /// `scratch`: the row's. The team has at least one CTA.
-    #[inline(always)]
+    /// This CTA's view of a team of `splits` CTAs, at least 1, in which it has the slice `rank`. `scratch` is the
+    /// row's.
+    #[device]
     pub fn new(splits: u32, rank: u32, scratch: GlobalMut<u64>) -> Self {
         Self { splits, rank, scratch, syncs: 0 }
     }
 
-    /// A team of this CTA alone, after the [last](Self::is_last) one has [reset](Self::reset) it.
-    #[inline(always)]
+    /// A team of this CTA alone, which was the [last](Self::is_last) of the team and has [reset](Self::reset) its
+    /// scratch.
+    #[device]
     pub fn alone(&self) -> Self {
         Self::new(1, 0, self.scratch)
     }
 
     /// This CTA's slice of the vocabulary: its first token, and the one after its last.
-    #[inline(always)]
+    #[device]
     pub fn slice(&self, vocab: u32) -> (u32, u32) {
         // SAFETY: a team has a CTA, see `new`.
         unsafe { cuda_std::assume(self.splits > 0) };
@@ -81,14 +83,14 @@ impl Team {
         (first.min(vocab), (first + len).min(vocab))
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn arrivals(&self) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
         unsafe { self.scratch.at(ARRIVALS).cast() }
     }
 
-    /// Waits for the team, and shows each CTA what the others wrote.
-    #[inline(always)]
+    /// A barrier of the team, behind which each CTA sees what the others wrote before it.
+    #[device]
     unsafe fn team_barrier(&mut self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -102,10 +104,9 @@ impl Team {
         }
     }
 
-    /// Whether this CTA is the last of the team to come here, and so sees what all of them wrote. The others have
-    /// nothing more to do. The team's scratch is as it was before the launch then, but for candidates and what the
-    /// caller still reads.
-    #[inline(always)]
+    /// Whether this CTA is the last of the team to come here. The last one sees what all of them wrote, reads the
+    /// results, and [resets](Self::reset) the scratch. The others have nothing more to do.
+    #[device]
     pub unsafe fn is_last(&mut self) -> bool {
         // SAFETY: the caller's word.
         unsafe {
@@ -125,11 +126,11 @@ impl Team {
         }
     }
 
-    /// Leaves the scratch as the next launch wants to find it: by the CTA that is [last](Self::is_last).
+    /// Leaves the scratch as the next launch needs it. The CTA that is [last](Self::is_last) calls it.
     ///
     /// # Safety
     /// This CTA is the team's last: the others are done with its scratch.
-    #[inline(always)]
+    #[device]
     pub unsafe fn reset(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -142,8 +143,8 @@ impl Team {
         }
     }
 
-    /// The largest of a value over the team, known to every thread.
-    #[inline(always)]
+    /// The largest `v` over the team, known to every thread.
+    #[device]
     pub unsafe fn max(&mut self, v: u64) -> u64 {
         // SAFETY: the caller's word.
         unsafe {
@@ -162,7 +163,7 @@ impl Team {
     }
 
     /// Adds a thread's part to the team's total, which the [last](Self::is_last) CTA finds in [`total`](Self::total).
-    #[inline(always)]
+    #[device]
     pub unsafe fn add_to_total(&self, v: u64) {
         // SAFETY: the caller's word.
         unsafe {
@@ -177,14 +178,14 @@ impl Team {
     ///
     /// # Safety
     /// This CTA is the team's last.
-    #[inline(always)]
+    #[device]
     pub unsafe fn total(&self) -> u64 {
         // SAFETY: the caller's word.
         unsafe { atomic::load(self.scratch, TOTAL, Ordering::Relaxed, Scope::Device) }
     }
 
-    /// Of the CTAs' totals: the sum of those of slices before this CTA's, and of all.
-    #[inline(always)]
+    /// Sums of the CTAs' totals, of which `own` is this CTA's: over the slices before this one, and over all.
+    #[device]
     pub unsafe fn totals(&mut self, own: u64) -> (u64, u64) {
         // SAFETY: the caller's word.
         unsafe {
@@ -212,7 +213,7 @@ impl Team {
     ///
     /// # Safety
     /// Any lane may call it, before its CTA has asked whether it [is the last](Self::is_last).
-    #[inline(always)]
+    #[device]
     pub unsafe fn nominate(&self, rank: u64) {
         // SAFETY: the caller's word.
         unsafe {
@@ -223,11 +224,11 @@ impl Team {
         }
     }
 
-    /// The same under a condition.
+    /// [`nominate`](Self::nominate), if the condition holds.
     ///
     /// # Safety
     /// As for [`nominate`](Self::nominate).
-    #[inline(always)]
+    #[device]
     pub unsafe fn nominate_if(&self, condition: bool, rank: u64) {
         if condition {
             // SAFETY: the caller's word.
@@ -235,12 +236,12 @@ impl Team {
         }
     }
 
-    /// How many there are, for the [last](Self::is_last) CTA: if more than the list has room for, some are missing
-    /// there.
+    /// How many candidates were nominated, for the [last](Self::is_last) CTA. If there are more than the list has room
+    /// for, some are missing in the list.
     ///
     /// # Safety
     /// This CTA is the team's last.
-    #[inline(always)]
+    #[device]
     pub unsafe fn nominated(&self) -> u32 {
         // SAFETY: the caller's word.
         unsafe { atomic::load(self.scratch.at(COUNT).cast::<u32>(), 0, Ordering::Relaxed, Scope::Device) }
@@ -251,21 +252,21 @@ impl Team {
     /// # Safety
     /// Any lane may call it, of the team's last CTA, for one of those that were [nominated](Self::nominated) and had
     /// room.
-    #[inline(always)]
+    #[device]
     pub unsafe fn candidate(&self, i: u32) -> u64 {
         // SAFETY: the caller's word.
         unsafe { self.scratch.load(CANDIDATES + i as usize) }
     }
 
-    /// The histogram between this barrier and the next. There are three: one is read while the next is added to, and a
-    /// third is made zero.
-    #[inline(always)]
+    /// The histogram between barrier number `syncs` and the next. There are three in turn: one may still be read while
+    /// the next is added to, and the third is zeroed.
+    #[device]
     unsafe fn histogram(&self, syncs: u32) -> GlobalMut<u64> {
         // SAFETY: the caller's word.
         unsafe { self.scratch.at(HISTOGRAMS + (syncs % 3 * BINS) as usize) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn clear_next_histogram(&self) {
         // SAFETY: the caller's word.
         unsafe {
@@ -278,12 +279,13 @@ impl Team {
         }
     }
 
-    /// Adds the CTAs' histograms, of which this thread knows these bins, `first` and those after it: the team's.
+    /// Adds up the CTAs' histograms. `bins` are this CTA's bins from `first` on, which this thread has; returned are
+    /// the same bins of the team's histogram.
     ///
     /// # Safety
     /// Each bin is one thread's, and below [`BINS`]. The histogram was made zero: the team has synchronised in
     /// [`max`](Self::max) or here last.
-    #[inline(always)]
+    #[device]
     pub unsafe fn add_bins<const N: usize>(&mut self, first: u32, bins: [u64; N]) -> [u64; N] {
         // SAFETY: the caller's word.
         unsafe {
@@ -307,8 +309,8 @@ impl Team {
     }
 }
 
-/// The largest of a value over the block, known to every thread.
-#[inline(always)]
+/// The largest `v` over the block, known to every thread.
+#[device]
 pub(crate) unsafe fn block_max(mut v: u64) -> u64 {
     // SAFETY: the caller's word.
     unsafe {
@@ -332,8 +334,8 @@ pub(crate) unsafe fn block_max(mut v: u64) -> u64 {
     }
 }
 
-/// The sum of a value over the block, known to every thread.
-#[inline(always)]
+/// The sum of `v` over the block, known to every thread.
+#[device]
 pub(super) unsafe fn block_total(v: u64) -> u64 {
     // SAFETY: the caller's word.
     unsafe {
@@ -342,8 +344,9 @@ pub(super) unsafe fn block_total(v: u64) -> u64 {
     }
 }
 
-/// Of what each warp has, `own` to all of its lanes: the sum over the warps before this one, and over all.
-#[inline(always)]
+/// Sums of the warps' values, of which all lanes of a warp pass theirs as `own`: over the warps before this one, and
+/// over all.
+#[device]
 pub(super) unsafe fn block_totals(own: u64) -> (u64, u64) {
     // SAFETY: the caller's word.
     unsafe {
@@ -365,11 +368,11 @@ pub(super) unsafe fn block_totals(own: u64) -> (u64, u64) {
     }
 }
 
-/// The sum of a value over the warp.
+/// The sum of `v` over the warp, known to every lane.
 ///
 /// # Safety
 /// All lanes of the warp call it.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn warp_total(mut v: u64) -> u64 {
     let mut mask = 16;
     while mask > 0 {
@@ -379,11 +382,11 @@ pub(super) unsafe fn warp_total(mut v: u64) -> u64 {
     v
 }
 
-/// The sum over the lanes up to and including this one.
+/// The sum of `v` over the lanes up to and including this one.
 ///
 /// # Safety
 /// All lanes of the warp call it.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn running_total(mut v: u64) -> u64 {
     let mut delta = 1;
     while delta < 32 {

@@ -1,16 +1,17 @@
 //! Which nodes of a drafter's tree a step runs.
 //!
-//! A chain of drafts is the trunk: the likeliest token after each pass, and behind them what an n-gram match adds. The
-//! next likeliest after each pass are leaves beside it. A node is right with the probability of its path: the product
-//! of its tokens', as the drafter says them, times what its likeliest tokens turned out to be worth of late beside what
-//! it said of them. The step runs the best nodes by that (Li et al., 2024, "EAGLE-2", section 4.2), as many as
-//! [`drafting`](crate::drafting) finds worth their rows.
+//! A chain of drafts is the trunk: the likeliest token after each pass, then the tokens that an n-gram match adds. The
+//! next likeliest tokens after each pass are leaves beside the trunk. A node is right with the probability of its path:
+//! the product of the probabilities that the drafter gives the path's tokens. Each of these is corrected by how often
+//! the drafter's likeliest tokens were right of late, relative to what it had said of them. The step runs the nodes
+//! that are best by that (Li et al., 2024, "EAGLE-2", section 4.2), as many as are worth their rows as in
+//! [`drafting`](crate::drafting).
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses are as it says, and notes are of passes that are done. One whole
 //! warp calls these functions, each lane with its own number.
 
-use cuda_std::{Global, GlobalMut, kernel, thread, warp};
+use cuda_std::{Global, GlobalMut, device, kernel, thread, warp};
 
 use super::Path;
 use crate::attention::SPLIT;
@@ -20,7 +21,7 @@ use crate::logprobs::Note;
 use crate::sample::UNIT_MASS;
 use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState};
 
-/// Most tokens that are looked at after a node.
+/// Most tokens after a pass that may become nodes.
 pub const MOST_BRANCHES: u32 = 4;
 
 /// The likeliest tokens after each pass of a drafter, with their probabilities.
@@ -29,20 +30,20 @@ pub const MOST_BRANCHES: u32 = 4;
 pub struct Likeliest {
     /// `[MAX_DECODE_ROWS, Note::WORDS]` what [`note_logits`](crate::logprobs::note_logits) noted of each pass.
     pub notes: Global<u32>,
-    /// `[target_count]` the token that each token of a head stands for; null where they are the same.
+    /// `[target_count]` the model's token that each token of a head stands for; null if they are the same.
     pub targets: Global<u32>,
-    /// How many.
+    /// Entries of `targets`.
     pub target_count: u32,
-    /// Tokens of the model that is drafted for: only these are proposed.
+    /// Size of the vocabulary of the model that is drafted for: only its tokens are proposed.
     pub vocab: u32,
 }
 
 impl Likeliest {
-    /// The `i`-th likeliest token after a pass; [`NO_TOKEN`] if the model has it not, or logits are no finite numbers.
+    /// The `i`-th likeliest token after a pass; [`NO_TOKEN`] if the model does not have it, or logits are not finite.
     ///
     /// # Safety
     /// The pass was noted, with more than `i` tokens.
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn token(&self, pass: u32, i: u32) -> u32 {
         // SAFETY: the caller's word.
         unsafe {
@@ -55,11 +56,11 @@ impl Likeliest {
         }
     }
 
-    /// Its probability.
+    /// The probability of the `i`-th likeliest token after a pass; 0 if nothing was noted.
     ///
     /// # Safety
     /// As [`token`](Self::token).
-    #[inline(always)]
+    #[device]
     pub(crate) unsafe fn probability(&self, pass: u32, i: u32) -> f32 {
         // SAFETY: the caller's word.
         unsafe {
@@ -68,18 +69,18 @@ impl Likeliest {
             let total = note.load(Note::TOTAL) as u64 | (note.load(Note::TOTAL + 1) as u64) << 32;
             let below = logit(Note::TOP + 2 * i as usize + 1) - logit(Note::MAX);
             let mass = cuda_std::math::exp2(below * core::f32::consts::LOG2_E) * UNIT_MASS as f32;
-            // Of no note there is no mass.
+            // The total is 0 if nothing was noted.
             if total == 0 { 0.0 } else { mass / total as f32 }
         }
     }
 }
 
-/// What the host hears of a proposal.
+/// What the host is told of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftReport {
-    /// Nodes by the model.
+    /// Nodes that are the draft model's.
     pub by_model: u32,
-    /// Tokens of its chain.
+    /// Tokens of the draft model's chain.
     pub chained: u32,
     /// [`Choice::wanted`](crate::draft_model::Choice::wanted).
     pub wanted: u32,
@@ -90,17 +91,17 @@ pub struct DraftReport {
 }
 
 impl DraftReport {
-    /// The most that is told of [`behind`](Self::behind).
+    /// The largest value of [`behind`](Self::behind).
     pub const MOST_BEHIND: u32 = u16::MAX as u32;
 
-    /// The word that has it: four bits for each, and sixteen.
-    #[inline(always)]
+    /// The report as a word: four bits for each field, and sixteen for [`behind`](Self::behind).
+    #[device]
     pub const fn word(self) -> u32 {
         let behind = if self.behind < Self::MOST_BEHIND { self.behind } else { Self::MOST_BEHIND };
         self.by_model | self.chained << 4 | self.wanted << 8 | self.agreed << 12 | behind << 16
     }
 
-    /// From that word.
+    /// The report in such a word.
     pub const fn from_word(word: u32) -> Self {
         Self {
             by_model: word & 15,
@@ -116,17 +117,17 @@ impl DraftReport {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PlanTree {
-    /// Filled in; a chain where they have no paths.
+    /// Filled in: with a chain if they have no paths.
     pub rows: Rows,
     /// The sequence to continue.
     pub state: SequenceState,
-    /// [`DraftWords`], of this proposal.
+    /// The [`DraftWords`] of this proposal.
     pub words: Global<u32>,
     /// `[MAX_DECODE_ROWS]` row 0 is not read, the trunk follows.
     pub drafts: Global<i32>,
-    /// `[1]` its rows, the newest token's included.
+    /// `[1]` the rows of `drafts`, the newest token's included.
     pub draft_rows: Global<i32>,
-    /// What the drafter said.
+    /// The likeliest tokens that the drafter's passes noted.
     pub likeliest: Likeliest,
     /// To be zeroed for the step.
     pub counters: Counters,
@@ -134,33 +135,33 @@ pub struct PlanTree {
     pub told: GlobalMut<u32>,
     /// Entries of `told`.
     pub told_reports: u32,
-    /// What rows cost; if nothing, all run that there is room for.
+    /// What rows cost; if nothing, as many nodes run as there is room for.
     pub cost: Cost,
     /// Most nodes, less than [`MAX_DECODE_ROWS`].
     pub most: u32,
-    /// How many tokens after a pass are nodes, at most [`MOST_BRANCHES`].
+    /// How many tokens after a pass may be nodes, at most [`MOST_BRANCHES`].
     pub branches: u32,
     /// The history may not grow beyond this.
     pub max_length: u32,
 }
 
-/// Candidates of a lane: of two passes' tokens, and of what follows the last.
+/// Candidates of a lane: one token after each of two passes, and one that an n-gram match added.
 const SLOTS: usize = 3;
-/// The first candidate that is no pass's.
+/// The number of the first candidate that an n-gram match added.
 const FIRST_GUESS: u32 = 64;
 
-/// The candidates as a warp holds them: number `c` is lane `c % 32`'s, at place `c / 32`. Token `j` after pass `i` is
-/// number `4 i + j`; behind them are those that an n-gram match added.
+/// The candidates as a warp holds them: lane `c % 32` has number `c`, at index `c / 32`. Token `j` after pass `i` is
+/// number `4 i + j`; the tokens that an n-gram match added come behind them.
 struct Candidates {
     tokens: [u32; SLOTS],
-    /// Probabilities of their paths; below zero where there is none.
+    /// Probabilities of their paths; below zero where there is no candidate.
     worth: [f32; SLOTS],
 }
 
 impl Candidates {
     /// # Safety
     /// Each pass of the last chain was noted with at least `branches` tokens, 4 at most.
-    #[inline(always)]
+    #[device]
     unsafe fn look(p: &PlanTree, branches: u32, lane: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -186,7 +187,7 @@ impl Candidates {
                 tokens[2] = p.drafts.load(1 + (chained + lane) as usize) as u32;
                 worth[2] = by_match;
             }
-            // What comes before them.
+            // Multiplies in the probabilities of the trunk's tokens before each.
             let after_parent = worth;
             let mut pass = 0;
             while pass < chained {
@@ -208,13 +209,14 @@ impl Candidates {
         }
     }
 
-    /// Takes out the best, of as good ones the first: its number, token and probability; none where none is left.
-    #[inline(always)]
+    /// Takes out the best candidate, the first of equally good ones, and returns its number, token and probability;
+    /// `None` if none is left.
+    #[device]
     fn take_best(&mut self, lane: u32) -> Option<(u32, u32, f32)> {
         let mut best = 0;
         unroll!(S < 3; {
             if self.worth[S] >= 0.0 {
-                // Numbers fit into the last bits, which are too small to matter.
+                // The candidate's number takes the last bits of the probability, which are too small to matter.
                 best = best.max((self.worth[S].to_bits() & !127) | (127 - 32 * S as u32 - lane));
             }
         });
@@ -240,7 +242,7 @@ impl Candidates {
     }
 }
 
-/// Makes the newest token and the best nodes the rows of the step; none once the sequence is finished.
+/// Makes the rows of the step: the newest token and the best nodes. There are no rows once the sequence is finished.
 #[kernel(threads = 32)]
 pub unsafe fn plan_tree(p: PlanTree) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -255,7 +257,7 @@ pub unsafe fn plan_tree(p: PlanTree) {
         let (wanted, agreed) = (p.words.load(DraftWords::WANTED), p.words.load(DraftWords::AGREED));
         let behind = p.words.load(DraftWords::BEHIND);
         p.counters.clear(lane);
-        // The last token that there is room for is nobody's draft, and every node takes a slot.
+        // The last token that the history has room for is never drafted, and every node takes a slot.
         let room = p.most.min(MAX_DECODE_ROWS - 1).min(p.max_length.saturating_sub(newest + 2));
         let is_tree = !p.rows.paths.is_null() && newest % SPLIT + room < SPLIT;
         let mut candidates = Candidates::look(&p, if is_tree { p.branches.min(MOST_BRANCHES) } else { 1 }, lane);

@@ -1,11 +1,11 @@
 //! How the batched decode kernels read weights.
 //!
 //! # Safety
-//! The same as for all [formats](super). Each of the eight consumer warps loads the N-tile of a stage that has its
-//! number. No MMA reads the registers that are written.
+//! What is unsafe here asks the same as for all [formats](super). Each of the eight consumer warps loads the N-tile of
+//! a stage that has its number. No MMA reads the registers that are written.
 
 use cuda_std::shared::Shared;
-use cuda_std::{Global, bf16, thread, wgmma};
+use cuda_std::{Global, bf16, device, thread, wgmma};
 
 use super::{FragmentFormat, Plain, WeightFragments};
 use crate::batched::{BatchedStep, MainLoop, OfPlain};
@@ -17,25 +17,25 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     /// How they are multiplied.
     type MainLoop: MainLoop<Self>;
 
-    /// Whether a stage, a slice of [`TOGETHER`](crate::stream::TOGETHER) N-tiles, is a box of
-    /// [`BatchedStep::boxes`], and not one piece of memory.
+    /// Whether a stage, a slice of [`TOGETHER`](crate::stream::TOGETHER) N-tiles, is a box of [`BatchedStep::boxes`];
+    /// otherwise it is one contiguous piece of memory.
     const BY_BOXES: bool = true;
 
     /// Bytes of a stage.
     fn stage_bytes(p: &BatchedStep) -> u32;
 
-    /// Where in its N-tiles' chunks the box of a stage begins: at which word, and in which quarter. The split-K
-    /// partial's stages with an even number and an odd one take turns.
+    /// Where the box of a stage begins in the chunks of its N-tiles: at which word, and in which quarter. A split-K
+    /// partial's stages have even and odd numbers in turn.
     fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2];
 
     /// Whether sums are multiplied with their phase's [scale](crate::batched::Phase::scale).
     const SCALED: bool = false;
 }
 
-/// A format of which a stage becomes fragments at once.
+/// A format whose stages each become fragments in one go.
 pub(crate) trait LoadedFormat: BatchedFormat {
-    /// The fragments of a warp's N-tile of a stage of this split-K partial, which is full, into the registers of four
-    /// instructions from `FIRST` on: 0 for the partial's stages with an even number, and 4.
+    /// Loads the fragments of a warp's N-tile from a full stage of this split-K partial, into the registers of four
+    /// MMAs from number `FIRST` on: 0 for the partial's stages with an even number, 4 for those with an odd one.
     ///
     /// # Safety
     /// `p` is a launch's parameter block. The whole warp calls it, having waited for the stage, which nobody fills or
@@ -43,9 +43,9 @@ pub(crate) trait LoadedFormat: BatchedFormat {
     unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32);
 }
 
-/// A format of which two stages at a time are unpacked, as long as there are two.
+/// A format that is unpacked two stages at a time, as long as there are two.
 pub(crate) trait PairedFormat: LoadedFormat {
-    /// The fragments of a warp's N-tile of two stages of a split-K partial, which are full, the first with an even
+    /// The fragments of a warp's N-tile from two full stages of a split-K partial, the first of which has an even
     /// number.
     ///
     /// # Safety
@@ -53,41 +53,43 @@ pub(crate) trait PairedFormat: LoadedFormat {
     unsafe fn unpack_pair(p: &BatchedStep, stages: [Shared<u8>; 2], lane: u32) -> WeightFragments;
 }
 
-/// A format of codes, which are loaded a stage before fragments are made of them.
+/// A format of codes, which are loaded one stage ahead of the making of fragments.
 pub(crate) trait CodedFormat: BatchedFormat {
-    /// What a lane has of a stage.
+    /// A lane's codes of a stage.
     type Codes: Copy;
 
-    /// Loads those of a warp's N-tile of a stage of this split-K partial.
+    /// Loads the codes of a warp's N-tile from a stage of this split-K partial.
     ///
     /// # Safety
     /// The whole warp calls it, having waited for the stage, which nobody fills or releases before all lanes have them.
     unsafe fn load_codes(stage: Shared<u8>, k_partial: u32, lane: u32) -> Self::Codes;
 
-    /// Puts their fragments into the registers of four instructions from `FIRST` on, as
+    /// Makes fragments of codes, and puts them into the registers of four MMAs from number `FIRST` on, as
     /// [`load_fragments`](LoadedFormat::load_fragments) does.
     fn put_codes<const FIRST: usize>(codes: Self::Codes);
 
-    /// A word for which all of them must have been loaded: it depends on a word of each load, which ends as a whole.
+    /// A word that is there only when all codes have been loaded: it depends on one word of each load, and a load ends
+    /// as a whole.
     fn mix(codes: Self::Codes) -> u32;
 }
 
-/// Stages of plain weights for the batched decode kernel, of 8 N-tiles: a slice of each.
+/// Where stages of plain weights lie for the batched decode kernel. A stage is a slice of each of 8 N-tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct StageSources {
-    /// The first one of the first split-K partial.
+    /// The first stage of the first split-K partial.
     first: Global<u8>,
-    /// From a stage of a split-K partial with an even number to the one after it, and from that to the next.
+    /// Bytes from a split-K partial's stage with an even number to its next, and from one with an odd number to its
+    /// next.
     pub apart: [u64; 2],
 }
 
 impl StageSources {
-    /// Those of 8 N-tiles from `n_tile` on, of a matrix in this stream.
+    /// The stages of 8 N-tiles from `n_tile` on, of a matrix in this stream.
     ///
     /// # Safety
     /// The stream has the wave, and the wave the N-tile, which is a multiple of [`TOGETHER`](crate::stream::TOGETHER);
     /// or nothing is read there.
-    #[inline(always)]
+    #[device]
     pub unsafe fn new(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> Self {
         let first = wave.slice(n_tile, 0);
         let within = wave.slice(n_tile, K_PARTIALS) - first;
@@ -100,15 +102,15 @@ impl StageSources {
     ///
     /// # Safety
     /// `k_partial` is below [`K_PARTIALS`].
-    #[inline(always)]
+    #[device]
     pub unsafe fn of(&self, k_partial: u32) -> Global<u8> {
         // SAFETY: the caller's word.
         unsafe { self.first.at((k_partial * SLICES_APART) as usize) }
     }
 }
 
-/// Puts a slice's fragments into the registers of four instructions from `FIRST` on.
-#[inline(always)]
+/// Puts a slice's fragments into the registers of four MMAs from number `FIRST` on.
+#[device]
 pub(super) fn put_slice<const FIRST: usize>(weights: [[u32; 4]; 4]) {
     macro_rules! put {
         ($($i:literal)*) => {
@@ -124,8 +126,8 @@ pub(super) fn put_slice<const FIRST: usize>(weights: [[u32; 4]; 4]) {
     put!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
 }
 
-/// Puts two slices' fragments into the registers of eight instructions.
-#[inline(always)]
+/// Puts two slices' fragments into the registers of eight MMAs.
+#[device]
 pub(crate) fn put_fragments([a, b, c, d, e, f, g, h]: WeightFragments) {
     put_slice::<0>([a, b, c, d]);
     put_slice::<4>([e, f, g, h]);
@@ -135,19 +137,19 @@ impl BatchedFormat for Plain {
     type MainLoop = OfPlain;
     const BY_BOXES: bool = false;
 
-    #[inline(always)]
+    #[device]
     fn stage_bytes(_: &BatchedStep) -> u32 {
         SLICES_APART
     }
 
-    #[inline(always)]
+    #[device]
     fn box_at(_: u32, _: bool) -> [u32; 2] {
         [0; 2]
     }
 }
 
 impl LoadedFormat for Plain {
-    #[inline(always)]
+    #[device]
     unsafe fn load_fragments<const FIRST: usize>(_: &BatchedStep, stage: Shared<u8>, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {

@@ -4,6 +4,7 @@
 //! What is unsafe here asks what [`WeightFormat`] says.
 
 use core::marker::PhantomData;
+use cuda_std::device;
 
 use super::{Plain, WeightFormat};
 use crate::decode::{DecodeStep, OfCodes};
@@ -21,7 +22,7 @@ impl<H: WeightFormat> WeightFormat for E4m3<H> {
     const INPUTS: u32 = 2;
     const UNDER_WAY_OF_ONE: [u32; 2] = [2, 4];
 
-    #[inline(always)]
+    #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
         unsafe { Plain::<false>::fill_from(p.e4m3.codes, ring, wave, n_tile, q) }

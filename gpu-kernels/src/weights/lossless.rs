@@ -1,20 +1,21 @@
-//! bf16 weights in some 11.2 bits, without loss.
+//! Lossless packing of bf16 weights, into some 11.2 bits each.
 //!
-//! Of a weight's 16 bits the exponent's eight say little: the weights of a matrix are spread around zero, and nine in
-//! ten of them have one of four exponents (Zhang et al., 2025, "70% Size, 100% Accuracy", make use of that with codes
-//! of variable length). Here every weight has 11 bits: its lower byte (the exponent's last bit and the mantissa) as it
-//! is, the sign, and two bits that say which of four neighbouring pairs of exponents it has. A weight with another
-//! exponent is an *escape*: it stands in a list beside, and is put in its place when the others are unpacked. Lists
-//! have room for as many as nearly every tile has; what is beyond that is in a list of the whole model.
+//! The eight exponent bits of a weight carry little information: the weights of a matrix are spread around zero, and
+//! nine in ten of them have one of four exponents (Zhang et al., 2025, "70% Size, 100% Accuracy", make use of that with
+//! codes of variable length). Here every weight has 11 bits: its lower byte (the exponent's last bit and the mantissa)
+//! as it is, the sign, and two bits that say which of four neighbouring pairs of exponents it has. A weight with
+//! another exponent is an *escape*: it stands in a list beside the codes, and is put in its place when the other
+//! weights are unpacked. Each tile has a list, with room for as many escapes as nearly every tile has. Escapes beyond
+//! that are in one list of the whole model.
 //!
-//! Which pairs of exponents there are depends on whether the first is even. So a matrix whose weights fit better that
-//! way is stored doubled, and its sums are halved: both are exact.
+//! A pair begins with an even exponent. A matrix whose weights would fit better into pairs that begin with an odd one
+//! is stored doubled, and its sums are halved: both are exact.
 //!
 //! # Layout
 //! A *tile* is what a warp unpacks at a time: the two [slices](crate::linear::SLICE) of a split-K partial in a chunk,
-//! 2,048 weights. N-tiles' chunks lie in the order of the plain stream, each in one piece, which the decode kernels
-//! take by one copy: four tiles, one a split-K partial. A slice and the list lie side by side, so the step of many
-//! sequences takes those of 8 N-tiles by a box of 8 rows:
+//! 2,048 weights. N-tiles' chunks lie in the order of the plain stream. A chunk is contiguous, and the decode kernels
+//! take it by one copy: it has four tiles, one for each split-K partial. Each slice lies beside its tile's list, so the
+//! step of many sequences takes a slice and the list of 8 N-tiles by a box of 8 rows:
 //!
 //! ```text
 //! tile     first slice, list, second slice
@@ -26,8 +27,9 @@
 //!          [..]   u16    place among the slice's bytes: 10, sign: 1, the upper exponent bits' distance from `top`: 5
 //! ```
 //!
-//! A code is the sign and by how much the upper seven bits of the exponent are above the slice's `base`. An escape that
-//! is 31 below `top` has zeros there. A list's first two words, by bits:
+//! A code is the sign, and by how much the upper seven bits of the exponent are above the slice's `base`. In an escape
+//! the distance 31 from `top` says that these seven bits are zeros. The bits of a list's first two words, the lowest
+//! first:
 //!
 //! ```text
 //! 0  escapes: 10    those of the first slice: 10    its base: 7              place in the model's list, upper bits: 5
@@ -35,9 +37,9 @@
 //! ```
 //!
 //! # Safety
-//! A whole warp calls what is unsafe here. A tile that it unpacks is in shared memory, complete, as the layout says. It
-//! is unpacked in place, and so once each time that it comes, by one warp; nobody else uses its slices meanwhile. The
-//! model's list has all escapes for which tiles' lists have no room.
+//! A whole warp calls what is unsafe here. A tile that it unpacks is in shared memory, complete, as the layout says.
+//! One warp unpacks it in place, and so only once each time that it was copied there; nobody else uses its slices
+//! meanwhile. The model's list has all escapes for which tiles' lists have no room.
 
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 mod batched;
@@ -46,7 +48,7 @@ mod pack;
 use cuda_std::shared::{self, Shared};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::tensor;
-use cuda_std::{Global, bulk, math, thread, warp};
+use cuda_std::{Global, bulk, device, math, thread, warp};
 
 pub use self::pack::{MOST_BEYOND, MOST_ESCAPES, Pack, Unpack, count_escapes, pack_weights, unpack_weights};
 use super::{FragmentFormat, WeightFormat, WeightFragments};
@@ -61,13 +63,13 @@ pub const TILE_WEIGHTS: u32 = 2048;
 pub const PACKED_SLICE: u32 = LOW_BYTES + 3 * 32 * 4;
 
 const LOW_BYTES: u32 = 1024;
-/// Of a list, before its entries.
+/// Bytes of a list before its entries.
 const HEADER_BYTES: u32 = 8;
-/// What is further below `top` than that cannot be packed.
+/// An escape further below `top` than that cannot be packed, unless its exponent's upper bits are zeros.
 pub const FURTHEST: u32 = 30;
-/// Lower bits of a place in the model's list.
+/// How many bits of a place in the model's list are in the second word.
 const MORE_BITS: u32 = 18;
-/// An escape with zeros in its exponent's upper bits.
+/// In place of a distance from `top`: the upper bits of the escape's exponent are zeros.
 const ZERO: u32 = 31;
 
 /// Where the packed weights of a model are.
@@ -76,7 +78,7 @@ const ZERO: u32 = 31;
 pub struct Lossless {
     /// All [tiles](self#layout).
     pub tiles: Global<u8>,
-    /// Escapes beyond lists' room.
+    /// Escapes for which tiles' lists have no room.
     pub more: Global<u16>,
     /// `[matrices]`: what a matrix's sums are multiplied with, 1 or, if it is stored doubled, 0.5.
     pub scales: Global<f32>,
@@ -85,23 +87,23 @@ pub struct Lossless {
 }
 
 impl Lossless {
-    /// Bytes of a tile with a list of so many bytes.
+    /// Bytes of a tile whose list has `list_bytes`.
     #[must_use]
-    #[inline(always)]
+    #[device]
     pub const fn tile_bytes(list_bytes: u32) -> u32 {
         2 * PACKED_SLICE + list_bytes
     }
 
-    /// The byte at which an N-tile's tile of a split-K partial begins, by the number of the chunk of 8 N-tiles that has
-    /// it.
-    #[inline(always)]
+    /// The byte at which an N-tile's tile of a split-K partial begins. `together` is the number of the chunk of 8
+    /// N-tiles that has it.
+    #[device]
     const fn tile_at(together: u32, n_tile: u32, k_partial: u32, list_bytes: u32) -> u64 {
         let chunk = (together * TOGETHER + n_tile % TOGETHER) as u64;
         (chunk * K_PARTIALS as u64 + k_partial as u64) * Self::tile_bytes(list_bytes) as u64
     }
 
-    /// How the step of many sequences reads so many N-tiles' chunks at `address`: a slice of [`TOGETHER`] N-tiles, with
-    /// its list, at a time.
+    /// The array as which the step of many sequences reads the `chunks` chunks of N-tiles at `address`. A box is a
+    /// slice of each of [`TOGETHER`] N-tiles, with the lists beside them.
     #[cfg(not(target_arch = "nvptx64"))]
     #[must_use]
     pub const fn stages(address: u64, chunks: u64, list_bytes: u32) -> tensor::Array {
@@ -115,29 +117,29 @@ impl Lossless {
         }
     }
 
-    /// Escapes for which a list of so many bytes has room.
+    /// Escapes for which a list of `list_bytes` has room.
     #[must_use]
-    #[inline(always)]
+    #[device]
     pub const fn room(list_bytes: u32) -> u32 {
         (list_bytes - HEADER_BYTES) / 2
     }
 }
 
-/// The bits of a word's bytes that are signs.
+/// The sign bits of a word of four upper bytes.
 const SIGNS: u32 = 0x8080_8080;
-/// Of each code the bit that is the fourth fragment's.
+/// In a word of codes: the bits that belong to the fourth fragment.
 const FOURTH: u32 = 0x8888_8888;
 
 /// The codes of a slice's four fragments, from its three words.
-#[inline(always)]
+#[device]
 fn codes(words: [u32; 3]) -> [u32; 4] {
     let one = words[1] & FOURTH | (words[0] >> 1) & !FOURTH;
     let two = words[2] & FOURTH | (one >> 1) & !FOURTH;
     [words[0], words[1], words[2], two >> 1]
 }
 
-/// Its inverse: three words of codes, each in the lower three bits of a nibble.
-#[inline(always)]
+/// The inverse of [`codes`]: the three words, from four fragments' codes, each in the lower three bits of a nibble.
+#[device]
 fn code_words(codes: [u32; 4]) -> [u32; 3] {
     let bit = |b: u32| (codes[3] >> b & 0x1111_1111) << 3;
     [codes[0] | bit(0), codes[1] | bit(1), codes[2] | bit(2)]
@@ -152,13 +154,13 @@ struct Place<const N: usize> {
 }
 
 impl<const N: usize> Place<N> {
-    /// The fragments. Upper bytes pass through the place of the lower ones, so nobody else may read them. `beside` is
-    /// called with the numbers from 0 to 7 in turn, as in [`FragmentFormat::load`].
+    /// Unpacks the slices into fragments. Upper bytes pass through the place of the lower ones, so nobody else may read
+    /// these. `beside` is called with the numbers from 0 to 7 in turn, as in [`FragmentFormat::load`].
     ///
     /// # Safety
     /// All lanes of the warp call it, once. The slices and the list are complete, and no other warp reads or writes the
     /// slices before it returns.
-    #[inline(always)]
+    #[device]
     unsafe fn unpack(&self, p: &Lossless, lane: u32, mut beside: impl FnMut(usize)) -> [[[u32; 4]; 4]; N] {
         // SAFETY: the caller's word.
         unsafe {
@@ -209,13 +211,13 @@ impl<const N: usize> Place<N> {
         }
     }
 
-    /// Puts the escapes in their places among the upper bytes; `own` is the one with the lane's number, if there is
+    /// Puts the escapes in their places among the upper bytes. `own` is the escape with the lane's number, if there is
     /// one.
     ///
     /// # Safety
     /// As for [`unpack`](Self::unpack); the slices' upper bytes lie where the lower ones were. `header` is the list's,
     /// and `own` its entry with the lane's number.
-    #[inline(always)]
+    #[device]
     unsafe fn patch(&self, p: &Lossless, header: [u32; 2], own: u32, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -234,7 +236,7 @@ impl<const N: usize> Place<N> {
             if lane < count.min(room) {
                 put(lane, own);
             }
-            // Seldom; and a list may have less room than there are lanes.
+            // More escapes than lanes or than room are rare. A list may have less room than there are lanes.
             let mut i = if lane < room { lane + 32 } else { lane };
             while i < count {
                 let entry = if i < room {
@@ -251,7 +253,7 @@ impl<const N: usize> Place<N> {
 }
 
 /// A fragment of a slice, from its lower and upper bytes.
-#[inline(always)]
+#[device]
 fn merge(low: [[u32; 4]; 2], high: [[u32; 4]; 2], fragment: usize) -> [u32; 4] {
     let mut words = [0; 4];
     unroll!(H < 2; {
@@ -268,7 +270,7 @@ impl Lossless {
     ///
     /// # Safety
     /// The stage has a packed chunk of these weights, and `k_partial` is below [`K_PARTIALS`].
-    #[inline(always)]
+    #[device]
     unsafe fn tile(&self, stage: &Ring, k_partial: u32) -> Place<2> {
         // SAFETY: the caller's word.
         unsafe {
@@ -284,11 +286,12 @@ impl WeightFormat for Lossless {
     type Products = OfFragments;
     type Head = Self;
 
-    #[inline(always)]
+    #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            // Before something comes that would be released, all lanes have seen that there is room.
+            // All lanes must have seen that the stage is empty before it is filled: consumers may then release it, and
+            // a lane that looks too late would miss the phase.
             warp::sync_warp();
             if thread::opaque(thread::lane_id()) == 0 {
                 let list_bytes = p.lossless.list_bytes;
@@ -306,7 +309,7 @@ impl FragmentFormat for Lossless {
     const COSTLY: bool = true;
     const IN_PLACE: bool = true;
 
-    #[inline(always)]
+    #[device]
     unsafe fn load(
         p: &DecodeStep,
         (stage, _): (&Ring, u32),
@@ -321,7 +324,7 @@ impl FragmentFormat for Lossless {
         }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn scale(p: &DecodeStep, index: u32) -> f32 {
         // SAFETY: the caller's word.
         unsafe { p.lossless.scales.load_nc(index as usize) }

@@ -1,9 +1,12 @@
-//! FP8 and int4 weights as codes, with scales for each 128 inputs of an output.
+//! FP8 and int4 weights: codes, with a scale for each 128 inputs of an output.
 //!
-//! A weight is `bf16(code × scale)` of FP8, `bf16((code − zero) × scale)` of int4, rounded once, on every path of the
-//! program. Here that is packed arithmetic on two weights at a time. A scale of int4 is a bf16, and so is its product
-//! with the zero; or it is the sum of two, `high + low`, of which the lower one has so few bits that its product with a
-//! code is exact: scales in f16 are such sums.
+//! On every path of the program, an FP8 weight is `bf16(code × scale)`, and an int4 weight is
+//! `bf16((code − zero) × scale)`, rounded once. Here that is packed arithmetic on two weights at a time. A scale of
+//! int4 is a bf16, and so is its product with the zero. Or it is the sum of two bf16, `high + low`, of which `low` has
+//! so few bits that its product with a code is exact: scales in f16 are such sums.
+//!
+//! The table shows how a code is read as a bf16 `c`, what is computed from it, and which powers of two the stored
+//! factors have in them:
 //!
 //! ```text
 //! int4           c = the code's bits as those of a bf16,   c × scale − zero × scale, of which 2^125 or 2^121, and
@@ -14,9 +17,9 @@
 //! ```
 //!
 //! # Layout
-//! N-tiles' chunks lie in the order of the plain stream, each in one piece, which the decode kernels take by one copy.
-//! A chunk has four *groups* of 128 inputs, whose two slices share their scales. A slice's codes and its scales lie
-//! side by side, so the step of many sequences takes those of 8 N-tiles by a box of 8 rows:
+//! N-tiles' chunks lie in the order of the plain stream. A chunk is contiguous, and the decode kernels take it by one
+//! copy. It has four *groups* of 128 inputs, whose two slices share their scales. Each slice's codes lie beside the
+//! scales, so the step of many sequences takes a slice's codes and scales of 8 N-tiles by a box of 8 rows:
 //!
 //! ```text
 //! group    codes of slice 2 g    scales    codes of slice 2 g + 1
@@ -24,9 +27,9 @@
 //! scales   [row 16] words             see `Scale`
 //! ```
 //!
-//! A lane's codes of a slice are those of its four fragments, in order: a word a fragment of int4, two of FP8.
-//! In a word of int4 weight `h` of register `r` has bits `16 h + 4 r` on; in those of FP8 weights `h` of registers
-//! 0 and 1 (2 and 3) have bytes `2 h` and `2 h + 1` of the first (second) word.
+//! A lane's codes of a slice are those of its four fragments, in order: for each fragment one word of int4, or two of
+//! FP8. In a word of int4, weight `h` of register `r` has four bits from bit `16 h + 4 r` on. In the first word of FP8,
+//! weights `h` of registers 0 and 1 have bytes `2 h` and `2 h + 1`; in the second word, those of registers 2 and 3.
 //!
 //! # Safety
 //! A whole warp calls what is unsafe here: a producer's to fill a stage that is empty, a consumer's to load from one
@@ -48,7 +51,7 @@ use core::marker::PhantomData;
 use cuda_std::shared::{self, Shared};
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::tensor;
-use cuda_std::{bf16, bulk, math, thread, warp};
+use cuda_std::{bf16, bulk, device, math, thread, warp};
 
 use super::{FragmentFormat, Plain, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
@@ -64,17 +67,17 @@ pub const GROUPS: u32 = CHUNK_FEATURES / GROUP;
 const SCALE_BYTES: u32 = N_TILE * 4;
 const _: () = assert!(GROUP == 2 * SLICE);
 
-/// What codes are.
+/// A kind of codes.
 pub trait Code: Copy {
     /// Bits of one.
     const BITS: u32;
     /// Chunks of a stage.
     const CHUNKS: u32;
-    /// Of how many bf16 a scale is the sum.
+    /// How many bf16 a scale is the sum of.
     const PARTS: u32;
-    /// What a scale is multiplied with to be stored.
+    /// A scale is stored multiplied by this.
     const FACTOR: f32;
-    /// A weight by what [`decode`](Self::decode) makes of it: a power of two.
+    /// What [`decode`](Self::decode) makes has to be multiplied by this to be the weight: a power of two.
     const UNIT: f32 = 1.0;
     /// Bytes of an N-tile's slice.
     const SLICE_BYTES: u32 = SLICE * N_TILE / 8 * Self::BITS;
@@ -83,18 +86,18 @@ pub trait Code: Copy {
     /// Bytes of an N-tile's chunk.
     const BYTES: u32 = GROUPS * Self::GROUP_BYTES;
 
-    /// The code of the weight `w`, one of those that the scale makes; any if it is none.
+    /// The code of the weight `w`, if that is a code times the scale; otherwise any code.
     fn encode(w: f32, scale: Scale) -> u32;
 
-    /// Puts a fragment's codes, `[register][half]`, into words: the first alone of int4.
+    /// Puts a fragment's codes, `[register][half]`, into words. Int4 uses only the first.
     fn join(codes: [[u32; 2]; 4]) -> [u32; 2];
 
-    /// A fragment of the codes in these words, by the scales of its lower and upper eight rows; in
+    /// Makes a fragment of the codes in these words, with the scales of its lower and upper eight rows. Weights are in
     /// [`UNIT`](Self::UNIT)s.
     fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4];
 
-    /// The same of the very weights.
-    #[inline(always)]
+    /// As [`decode`](Self::decode), but the weights themselves, not in [`UNIT`](Self::UNIT)s.
+    #[device]
     fn decode_whole(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
         let mut fragment = Self::decode(words, scales);
         if Self::UNIT != 1.0 {
@@ -107,37 +110,37 @@ pub trait Code: Copy {
     }
 }
 
-/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. The lower one is minus the zero
-/// times the scale, in [units](Code::UNIT); or if there are two parts, the low part, of which the last five bits are
-/// zeros, and hold the zero.
+/// A scale and a zero as they are stored. The upper bf16 is the scale's high part. With one part, the lower bf16 is
+/// minus the zero times the scale, in [units](Code::UNIT). With two parts, it is the low part, whose last five bits are
+/// zeros and so have room for the zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scale(pub u32);
 
-/// Of a word the bits of the zero, where scales have two parts.
+/// The bits of a scale's word that hold the zero, if scales have two parts.
 const ZERO_BITS: u32 = 0x1f;
-/// What a code of int4 is a multiple of before it is scaled by two parts: 2^-133, the last place of the least bf16,
+/// The step of int4 codes before they are multiplied by a scale of two parts: 2^-133, the last place of the least bf16,
 /// times 2^127, the largest power of two.
 const STEP: f32 = 1.0 / 64.0;
-/// Scales that are less, as they are stored, would make weights that are not exact in units.
+/// The least scale, as it is stored. Smaller ones would make weights that are not exact in units.
 const LEAST: f32 = f32::from_bits((127 + 25) << 23);
-/// Two bf16.
+/// 1/16 as two bf16.
 const SIXTEENTHS: u32 = 0x3d80_3d80;
-/// Two bf16 that make steps of codes in the last four bits; and of those in the four bits before them.
+/// Factors, as two bf16, that make steps of the codes in the last four bits, and of those in the four bits before them.
 const STEPS: [u32; 2] = [0x7f00_7f00, 0x7d00_7d00];
 
 impl Scale {
-    /// The word of a scale and a zero; none if the scale is no such sum or beyond what is exact, the zero is beyond 16,
-    /// or, of one part, their product is no bf16.
+    /// The word of a scale and a zero. `None` if the scale is not a sum of [`PARTS`](Code::PARTS) bf16 or is beyond
+    /// what is exact, if the zero is above 16, or if there is one part and the product of scale and zero is no bf16.
     #[must_use]
     pub fn new<C: Code>(scale: f32, zero: u8) -> Option<Self> {
         let of_zero = -scale * f32::from(zero) / C::UNIT;
         let scale = scale * C::FACTOR;
-        // Cut off, not rounded: parts of one sign leave a zero its sign.
+        // Truncated, not rounded, so that both parts have the same sign: then a product that is zero keeps its sign.
         let high = bf16::from_bits((scale.to_bits() >> 16) as u16);
         let low = bf16::from_f32(scale - high.to_f32());
         let low_bits = u32::from(low.to_bits());
         let low_bits = if C::PARTS == 2 {
-            // With as few bits as a code has room for beside it.
+            // It must have so few bits that its product with a code is exact; then there is room for the zero, too.
             (low_bits & ZERO_BITS == 0).then_some(low_bits | u32::from(zero))
         } else {
             let of_zero = of_zero.to_bits();
@@ -151,13 +154,13 @@ impl Scale {
     }
 
     /// The scale.
-    #[inline(always)]
+    #[device]
     fn value<C: Code>(self) -> f32 {
         let [low, high] = math::unpack_bf16(self.0 & !ZERO_BITS);
         (if C::PARTS == 1 { high } else { high + low }) / C::FACTOR
     }
 
-    #[inline(always)]
+    #[device]
     fn zero<C: Code>(self) -> f32 {
         if C::PARTS == 2 {
             return (self.0 & ZERO_BITS) as f32;
@@ -167,8 +170,8 @@ impl Scale {
         if value == 0.0 { 0.0 } else { -of_zero * C::UNIT / value }
     }
 
-    /// As [`Code::decode`] takes it, of a fragment's upper eight rows or the lower ones.
-    #[inline(always)]
+    /// The factors that [`Code::decode`] takes, for a fragment's upper eight rows or its lower ones.
+    #[device]
     pub fn factors<C: Code>(self, is_upper: bool) -> Factors {
         let [low, high] = math::broadcast_halves(self.0);
         if C::PARTS == 1 {
@@ -187,26 +190,26 @@ impl Scale {
 pub struct Factors {
     high: u32,
     low: u32,
-    /// Minus the zero, in [steps](STEP); of one part times the scale.
+    /// With two parts, minus the zero, in [steps](STEP); with one part, minus the zero times the scale.
     zero: u32,
 }
 
 /// The signs of two bf16.
 const SIGNS: u32 = 0x8000_8000;
 
-/// Two bf16 that are `-0`: a product is added to it where it is all that is wanted.
+/// `-0` as two bf16: what a multiply-add adds if only the product is wanted.
 const NOTHING: u32 = SIGNS;
 
 impl Factors {
     /// Two whole numbers, or codes of FP8, times the scale, rounded once.
-    #[inline(always)]
+    #[device]
     fn scaled<C: Code>(&self, c: u32) -> u32 {
         let low = if C::PARTS == 1 { NOTHING } else { math::fma_bf16x2(c, self.low, NOTHING) };
         math::fma_bf16x2(c, self.high, low)
     }
 }
 
-/// Whole numbers from 0 to 15, with scales that are the sum of so many bf16.
+/// Whole numbers from 0 to 15, with scales that are the sum of `PARTS` bf16.
 #[derive(Clone, Copy)]
 pub struct Int4<const PARTS: u32>;
 
@@ -217,16 +220,16 @@ impl<const PARTS: u32> Code for Int4<PARTS> {
     const FACTOR: f32 = if PARTS == 1 { f32::from_bits((127 + 125) << 23) } else { 1.0 / STEP };
     const UNIT: f32 = if PARTS == 1 { 256.0 } else { 1.0 };
 
-    #[inline(always)]
+    #[device]
     fn encode(w: f32, scale: Scale) -> u32 {
         let value = scale.value::<Self>();
         let steps = if value == 0.0 { 0.0 } else { w / value };
-        // Rounded as numbers above zero are when they are cut off.
+        // A half is added before truncation: that rounds numbers above zero to the nearest.
         let code = (steps + scale.zero::<Self>() + 0.5) as i32;
         code.clamp(0, 15) as u32
     }
 
-    #[inline(always)]
+    #[device]
     fn join(codes: [[u32; 2]; 4]) -> [u32; 2] {
         let mut word = 0;
         unroll!(R < 4; {
@@ -235,9 +238,10 @@ impl<const PARTS: u32> Code for Int4<PARTS> {
         [word, 0]
     }
 
-    #[inline(always)]
+    #[device]
     fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
-        // A bf16's last eight bits are a whole number of 2^-133, also where the first of them is its exponent's last.
+        // Read as a bf16, eight bits are a whole number of 2^-133, even though the first of them is the exponent's last
+        // bit.
         const CODES: [u32; 2] = [0x000f_000f, 0x00f0_00f0];
         let words = [words[0], words[0] >> 8];
         let mut fragment = [0; 4];
@@ -263,9 +267,9 @@ impl Code for Fp8 {
     const PARTS: u32 = 1;
     const FACTOR: f32 = f32::from_bits((127 + 120) << 23);
 
-    #[inline(always)]
+    #[device]
     fn encode(w: f32, scale: Scale) -> u32 {
-        // The least number with a leading one, and what is added to a number below it so that its last place is 2^-9.
+        // The least normal number, and what is added to a smaller one to make its last place 2^-9.
         const LEAST: f32 = 1.0 / 64.0;
         const SHIFT: f32 = 16384.0;
         let scale = scale.value::<Self>();
@@ -274,19 +278,19 @@ impl Code for Fp8 {
             (value + SHIFT).to_bits() - SHIFT.to_bits()
         } else {
             let bits = value.to_bits();
-            // To the nearest with three bits behind the leading one.
+            // Rounds to the nearest number with three bits behind the leading one.
             ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).saturating_sub((127 - 7) << 3).min(0x7e)
         };
         bits | (w.to_bits() ^ scale.to_bits()) >> 24 & 0x80
     }
 
-    #[inline(always)]
+    #[device]
     fn join(codes: [[u32; 2]; 4]) -> [u32; 2] {
         let word = |r: usize| codes[r][0] | codes[r + 1][0] << 8 | codes[r][1] << 16 | codes[r + 1][1] << 24;
         [word(0), word(2)]
     }
 
-    #[inline(always)]
+    #[device]
     fn decode(words: [u32; 2], scales: &[Factors; 2]) -> [u32; 4] {
         const REST: u32 = 0x07f0_07f0;
         let mut fragment = [0; 4];
@@ -304,48 +308,48 @@ impl Code for Fp8 {
 #[derive(Clone, Copy)]
 pub struct Quantized<C, H = Plain, const DEEP: bool = false>(PhantomData<(C, H)>);
 
-/// A lane's codes of a chunk, and its two scales, of each of two slices.
+/// A lane's codes and its two scales, for each of its two slices of a chunk.
 #[derive(Clone, Copy)]
 pub(crate) struct ChunkCodes([([[u32; 4]; 2], [Scale; 2]); 2]);
 
 impl Default for ChunkCodes {
-    #[inline(always)]
+    #[device]
     fn default() -> Self {
         Self([([[0; 4]; 2], [Scale(0); 2]); 2])
     }
 }
 
-/// How many 16 bytes of codes a lane has of a slice.
+/// How many pieces of 16 bytes a lane's codes of a slice have.
 const fn parts<C: Code>() -> u32 {
     C::BITS / 4
 }
 
-/// From a group to its second slice.
+/// Bytes from the beginning of a group to its second slice.
 const fn second_at<C: Code>() -> u32 {
     C::SLICE_BYTES + SCALE_BYTES
 }
 
-/// From a chunk to the codes of a slice, and to its scales.
-#[inline(always)]
+/// Bytes from the beginning of a chunk to the codes of a slice, and to its scales.
+#[device]
 const fn slice_at<C: Code>(slice: u32) -> [u32; 2] {
     let group = slice / 2 * C::GROUP_BYTES;
     [group + slice % 2 * second_at::<C>(), group + C::SLICE_BYTES]
 }
 
-/// The byte at which an N-tile's chunk begins, by the number of the chunk of 8 N-tiles that has it.
-#[inline(always)]
+/// The byte at which an N-tile's chunk begins. `together` is the number of the chunk of 8 N-tiles that has it.
+#[device]
 const fn chunk_at<C: Code>(together: u32, n_tile: u32) -> u64 {
     (together * TOGETHER + n_tile % TOGETHER) as u64 * C::BYTES as u64
 }
 
-/// The words of a slice's fragment `f` among a lane's `codes` of it.
-#[inline(always)]
+/// The words of fragment `f`, from a lane's `codes` of a slice.
+#[device]
 const fn words<C: Code>(codes: &[[u32; 4]; 2], f: usize) -> [u32; 2] {
     if C::BITS == 4 { [codes[0][f], 0] } else { [codes[f / 2][f % 2 * 2], codes[f / 2][f % 2 * 2 + 1]] }
 }
 
-/// Where a fragment's `joined` words go, likewise.
-#[inline(always)]
+/// Puts the `joined` words of fragment `F` among a lane's `codes` of a slice.
+#[device]
 fn put_words<C: Code, const F: usize>(codes: &mut [[u32; 4]; 2], joined: [u32; 2]) {
     if C::BITS == 4 {
         codes[0][F] = joined[0];
@@ -356,7 +360,7 @@ fn put_words<C: Code, const F: usize>(codes: &mut [[u32; 4]; 2], joined: [u32; 2
 }
 
 /// Factors of a fragment's lower and upper eight rows.
-#[inline(always)]
+#[device]
 fn both_factors<C: Code>([lower, upper]: [Scale; 2]) -> [Factors; 2] {
     [lower.factors::<C>(false), upper.factors::<C>(true)]
 }
@@ -366,7 +370,7 @@ fn both_factors<C: Code>([lower, upper]: [Scale; 2]) -> [Factors; 2] {
 /// # Safety
 /// An N-tile's codes of a slice, and its scales, are complete there: [`SLICE_BYTES`](Code::SLICE_BYTES) and
 /// [`SCALE_BYTES`] of shared memory. `lane` is below 32.
-#[inline(always)]
+#[device]
 unsafe fn load_slice<C: Code>(codes: Shared<u8>, scales: Shared<u8>, lane: u32) -> ([[u32; 4]; 2], [Scale; 2]) {
     // SAFETY: the caller's word.
     unsafe {
@@ -382,8 +386,8 @@ unsafe fn load_slice<C: Code>(codes: Shared<u8>, scales: Shared<u8>, lane: u32) 
     }
 }
 
-/// How the step of many sequences reads so many N-tiles' chunks at `address`: a slice of [`TOGETHER`] N-tiles, with its
-/// scales, at a time.
+/// The array as which the step of many sequences reads the `chunks` chunks of N-tiles at `address`. A box is a slice of
+/// each of [`TOGETHER`] N-tiles, with the scales beside them.
 #[cfg(not(target_arch = "nvptx64"))]
 #[must_use]
 pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
@@ -405,11 +409,12 @@ impl<C: Code, H: WeightFormat, const DEEP: bool> WeightFormat for Quantized<C, H
     const UNDER_WAY: u32 = if DEEP { 1 } else { 2 };
     const UNDER_WAY_OF_ONE: [u32; 2] = if DEEP { [2, 4] } else { [3, 7] };
 
-    #[inline(always)]
+    #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
         // SAFETY: the caller's word.
         unsafe {
-            // Before something comes that would be released, all lanes have seen that there is room.
+            // All lanes must have seen that the stage is empty before it is filled: consumers may then release it, and
+            // a lane that looks too late would miss the phase.
             warp::sync_warp();
             if thread::opaque(thread::lane_id()) == 0 {
                 let chunks = (wave.depth - q).min(Self::CHUNKS);
@@ -431,7 +436,7 @@ impl<C: Code, H: WeightFormat, const DEEP: bool> FragmentFormat for Quantized<C,
     const BY_PAIRS: bool = DEEP;
     type Chunk = ChunkCodes;
 
-    #[inline(always)]
+    #[device]
     unsafe fn load_chunk((stage, chunk): (&Ring, u32), k_partial: u32, lane: u32) -> ChunkCodes {
         // SAFETY: the caller's word.
         unsafe {
@@ -444,13 +449,13 @@ impl<C: Code, H: WeightFormat, const DEEP: bool> FragmentFormat for Quantized<C,
         }
     }
 
-    #[inline(always)]
+    #[device]
     fn fragment(codes: &ChunkCodes, i: usize) -> [u32; 4] {
         let (codes, scales) = &codes.0[i / 4];
         C::decode(words::<C>(codes, i % 4), &both_factors::<C>(*scales))
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn load(
         _: &DecodeStep,
         chunk: (&Ring, u32),
@@ -468,7 +473,7 @@ impl<C: Code, H: WeightFormat, const DEEP: bool> FragmentFormat for Quantized<C,
         weights
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
         C::UNIT
     }

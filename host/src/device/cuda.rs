@@ -1,4 +1,4 @@
-//! A CUDA card, through `cust` and the driver's own calls where `cust` has none.
+//! A CUDA card, by `cust`, and by the driver's own calls where `cust` lacks them.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
@@ -18,16 +18,16 @@ use super::{Begin, DeviceOptions, Entry, Grid};
 use crate::Error;
 use crate::timed::timed;
 
-/// Bytes of each of the pinned buffers that uploads pass through.
+/// Size in bytes of each pinned staging buffer for uploads.
 const STAGING_BYTES: usize = 64 << 20;
-/// Uploads smaller than this go straight from pageable memory.
+/// Uploads of fewer bytes are copied directly from pageable memory.
 const STAGED_FROM: usize = 8 << 20;
-/// Threads that fill a staging buffer; one alone does not keep up with the bus.
+/// Threads that fill a staging buffer. A single thread is slower than the bus.
 const COPY_THREADS: usize = 8;
 
-/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the one ahead.
+/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the launch ahead.
 const MAY_BEGIN_EARLY: u32 = 6;
-/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: blocks of a cluster in x, y and z.
+/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: the cluster's size in x, y and z, in blocks.
 const CLUSTER_DIMENSION: u32 = 4;
 
 /// The driver's `CUlaunchAttribute`, which `cust` does not have.
@@ -65,52 +65,52 @@ unsafe extern "C" {
     ) -> sys::CUresult;
 }
 
-/// Of a thread's stack. No kernel of which there is machine code takes more; for another that does, the driver makes
-/// stacks larger.
+/// Limit of a thread's stack, in bytes. The kernels' machine code needs no more. If another kernel does, the driver
+/// enlarges the stacks.
 pub const STACK_BYTES: usize = 128;
 
-/// A queue of a card: what it runs, it runs in order, beside what other queues run.
+/// A queue of a card. Work in one queue runs in order; different queues run concurrently.
 pub(super) struct Cuda {
-    // Dropped in this order: what lives in the context goes before it.
+    // Fields are dropped in this order: whatever lives in the context must go before the context.
     staging: Mutex<Option<Staging>>,
     stream: Stream,
     recording: Recording,
-    /// Whether the next launch begins when the last one is done.
+    /// Whether the next launch must wait until the last one is done, even if it is an early launch.
     holds: AtomicBool,
     card: Arc<Card>,
 }
 
-/// What the queues of a card share.
+/// What all queues of a card share.
 struct Card {
     name: String,
     capabilities: Capabilities,
     options: DeviceOptions,
     kernels: Mutex<Kernels>,
-    clusters: Mutex<HashMap<&'static str, u32>>,
+    clusters: Mutex<HashMap<(&'static str, u32), u32>>,
     context: Context,
 }
 
-// SAFETY: handles that any thread may pass to the driver, which locks for itself.
+// SAFETY: these are handles that any thread may pass to the driver, which does its own locking.
 unsafe impl Sync for Cuda {}
-// SAFETY: as above; every use makes the context current on its own thread first.
+// SAFETY: the same, and every use first makes the context current on its own thread.
 unsafe impl Send for Cuda {}
 // SAFETY: as for `Cuda`.
 unsafe impl Sync for Card {}
 // SAFETY: as for `Cuda`.
 unsafe impl Send for Card {}
 
-/// What a person wants to know of a card.
+/// Facts about a card, for a person to read.
 #[derive(Clone, Debug)]
 pub struct CardInfo {
-    /// The number that `cuda:N` takes.
+    /// The card's number, as in `cuda:N`.
     pub ordinal: u32,
-    /// The driver's name for it.
+    /// The driver's name for the card.
     pub name: String,
-    /// Memory in bytes.
+    /// Device memory in bytes.
     pub memory: u64,
-    /// Compute capability.
+    /// Compute capability, major and minor.
     pub capability: (i32, i32),
-    /// What it can do; none if it is too old.
+    /// What the card can do. None if it is too old.
     pub capabilities: Option<Capabilities>,
 }
 
@@ -121,7 +121,7 @@ fn initialise() -> Result<(), Error> {
         let started = cust::init(cust::CudaFlags::empty());
         started.map_err(|e| {
             let reason = format!("the CUDA driver could not be started ({e})");
-            // A driver without a card is no surprise.
+            // A driver without a card is no surprise, so there is no warning.
             if e != CudaError::NoDevice {
                 tracing::warn!("{reason}: going on as if there were no card");
             }
@@ -131,10 +131,10 @@ fn initialise() -> Result<(), Error> {
     done.clone().map_err(|reason| Error::NoCuda { reason })
 }
 
-/// The cards that the driver shows; none where there is no driver.
+/// The cards that the driver shows. Empty if there is no usable driver.
 ///
 /// # Errors
-/// A driver that is there and fails.
+/// The driver was started, but fails.
 pub fn cards() -> Result<Vec<CardInfo>, Error> {
     if initialise().is_err() {
         return Ok(Vec::new());
@@ -165,7 +165,7 @@ fn capability(device: CudaDevice) -> Result<(i32, i32), Error> {
     Ok((get(DeviceAttribute::ComputeCapabilityMajor)?, get(DeviceAttribute::ComputeCapabilityMinor)?))
 }
 
-/// What the driver says of a card of this compute capability.
+/// The properties of a card, as the driver states them.
 fn hardware(device: CudaDevice, capability: (i32, i32)) -> Result<Hardware, Error> {
     let get = |attribute| device.get_attribute(attribute).map_err(Error::driver("asking what a card has"));
     let sms = get(DeviceAttribute::MultiprocessorCount)? as u32;
@@ -174,7 +174,7 @@ fn hardware(device: CudaDevice, capability: (i32, i32)) -> Result<Hardware, Erro
     // SAFETY: `shared_bytes` is valid for a write, and the device is the driver's.
     let code = unsafe { sys::cuDeviceGetAttribute(&mut shared_bytes, attribute, device.as_raw()) };
     check("asking what a card has", code)?;
-    // Two transfers a cycle of memory's clock.
+    // Memory makes two transfers per clock cycle.
     let bytes = 2.0
         * f64::from(get(DeviceAttribute::MemoryClockRate)?)
         * f64::from(get(DeviceAttribute::GlobalMemoryBusWidth)?)
@@ -191,7 +191,7 @@ fn hardware(device: CudaDevice, capability: (i32, i32)) -> Result<Hardware, Erro
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        // What lives in the context is freed on whatever thread drops this.
+        // Fields are freed on the thread that drops this, which needs the context.
         let _ = self.enter();
     }
 }
@@ -214,7 +214,8 @@ impl Cuda {
         let hardware = hardware(device, capability(device)?)?;
         let capabilities = Capabilities::of(&name, &hardware, options)?;
         let context = timed("making a context", || Context::new(device)).map_err(Error::driver("making a context"))?;
-        // The driver keeps a stack for each thread that an SM has room for: with its default, 260 MiB of an H200.
+        // The driver reserves a stack for every thread that the SMs have room for. Its default would take 260 MiB of an
+        // H200.
         CurrentContext::set_resource_limit(ResourceLimit::StackSize, STACK_BYTES)
             .map_err(Error::driver("sizing stacks"))?;
         let kernels = Mutex::new(Kernels::load(capabilities.level, options)?);
@@ -231,7 +232,7 @@ impl Cuda {
         })
     }
 
-    /// Another queue of this card.
+    /// Makes another queue on this card.
     pub(super) fn beside(&self) -> Result<Self, Error> {
         self.enter()?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
@@ -272,7 +273,7 @@ impl Cuda {
         &self.stream
     }
 
-    /// Makes this card's context the calling thread's.
+    /// Makes this card's context current on the calling thread.
     pub(super) fn enter(&self) -> Result<(), Error> {
         CurrentContext::set_current(&self.card.context).map_err(Error::driver("entering the context"))
     }
@@ -299,22 +300,22 @@ impl Cuda {
         Ok(address)
     }
 
-    /// Frees memory, once nothing that was recorded on this queue can use it.
+    /// Frees memory; while recordings on this queue may use it, only notes it to be freed later.
     ///
     /// # Safety
-    /// It is from [`allocate`](Self::allocate), and nobody uses it from now on but what is enqueued.
+    /// The memory is from [`allocate`](Self::allocate), and only enqueued work uses it from now on.
     pub(super) unsafe fn free(&self, address: u64) {
         if !self.recording.keeps(address) && self.enter().is_ok() {
-            // SAFETY: the caller's word; the driver waits for work that uses it. Nothing can be done about a failure
+            // SAFETY: the caller's word; the driver waits for work that uses the memory. A failure cannot be handled
             // here.
             unsafe { sys::cuMemFree_v2(address) };
         }
     }
 
-    /// What was recorded last, or could not be, is never launched again.
+    /// Called when a recording's graph is gone, or could not be made. Frees the memory that only recordings kept.
     pub(super) fn let_go(&self) {
         for address in self.recording.let_go() {
-            // SAFETY: whoever freed it had no more use for it; a recording alone kept it.
+            // SAFETY: the memory's owner freed it before; only recordings kept it.
             unsafe { self.free(address) };
         }
     }
@@ -329,15 +330,20 @@ impl Cuda {
         // SAFETY: fresh memory of that size.
         unsafe { host.write_bytes(0, bytes) };
         // SAFETY: `device` is valid for a write and `host` came from the call above.
-        check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0) })?;
+        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0) };
+        if let Err(error) = check("mapping pinned memory", mapped) {
+            // SAFETY: nobody knows of it yet.
+            unsafe { sys::cuMemFreeHost(host) };
+            return Err(error);
+        }
         Ok((host.cast(), device))
     }
 
     /// # Safety
-    /// It is from [`allocate_mapped`](Self::allocate_mapped), and nobody uses it from now on but what is enqueued.
+    /// The memory is from [`allocate_mapped`](Self::allocate_mapped), and only enqueued work uses it from now on.
     pub(super) unsafe fn free_mapped(&self, host: *mut u32) {
         if self.enter().is_ok() {
-            // Kernels of any queue may still be writing to it.
+            // Kernels in any queue may still write to it.
             let _ = self.synchronize_card();
             // SAFETY: the caller's word.
             unsafe { sys::cuMemFreeHost(host.cast()) };
@@ -366,7 +372,7 @@ impl Cuda {
                 return unsafe { staging.write(&self.stream, to, data) };
             }
         }
-        // SAFETY: the caller's word; the driver has taken pageable memory in before it returns.
+        // SAFETY: the caller's word; the driver has read pageable memory when it returns.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
         check("copying to the device", code)
     }
@@ -426,10 +432,10 @@ impl Cuda {
         check(name, code)
     }
 
-    /// How many of a kernel's clusters an idle card runs at once; none if the driver does not say.
+    /// How many of a kernel's clusters an idle card runs at once. 0 if the driver does not say.
     pub(super) fn clusters_at_once(&self, kernel: Entry, shared_bytes: u32) -> u32 {
         let mut known = self.card.clusters.lock().unwrap_or_else(|e| e.into_inner());
-        *known.entry(kernel.name).or_insert_with(|| {
+        *known.entry((kernel.name, shared_bytes)).or_insert_with(|| {
             let clusters = self.ask_for_clusters(kernel, shared_bytes);
             clusters.unwrap_or_else(|e| {
                 tracing::debug!("no clusters of {} blocks: {e}", kernel.cluster);
@@ -478,10 +484,10 @@ impl Cuda {
         check("running the kernels", unsafe { sys::cuCtxSynchronize() })
     }
 
-    /// Enqueues a copy between the device and pinned memory, either way.
+    /// Enqueues a copy between device and pinned memory, in either direction, or within either.
     ///
     /// # Safety
-    /// Both ranges are live until it is done.
+    /// Both ranges are live until the copy is done.
     pub(super) unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Error> {
         self.enter()?;
         // SAFETY: the caller's word; with unified addressing the driver tells the two kinds of memory apart.
@@ -499,7 +505,7 @@ impl Cuda {
     }
 }
 
-/// An error with what was being done, from a driver's code.
+/// Turns a driver's result into an error that says what was being done.
 pub(super) fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
     if code == sys::cudaError_enum::CUDA_SUCCESS {
         return Ok(());
@@ -513,7 +519,7 @@ pub(super) fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
     Err(Error::Driver { doing: doing.into(), reason })
 }
 
-/// Two pinned buffers that large uploads alternate between: while one travels, the next is filled by several threads.
+/// Two pinned buffers for large uploads. While one is copied to the device, several threads fill the other.
 struct Staging {
     buffers: [*mut u8; 2],
     sent: [cust::event::Event; 2],
@@ -522,11 +528,17 @@ struct Staging {
 
 impl Staging {
     fn new(cuda: &Cuda) -> Result<Self, Error> {
-        let buffer = || cuda.allocate_mapped(STAGING_BYTES).map(|(host, _)| host.cast());
+        let buffer = || cuda.allocate_mapped(STAGING_BYTES).map(|(host, _)| host.cast::<u8>());
         let event = || {
             cust::event::Event::new(cust::event::EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))
         };
-        Ok(Self { buffers: [buffer()?, buffer()?], sent: [event()?, event()?], next: 0 })
+        let sent = [event()?, event()?];
+        let first = buffer()?;
+        let second = buffer().inspect_err(|_| {
+            // SAFETY: from `allocate_mapped`, and nothing uses it yet.
+            unsafe { cuda.free_mapped(first.cast()) }
+        })?;
+        Ok(Self { buffers: [first, second], sent, next: 0 })
     }
 
     /// # Safety
@@ -535,7 +547,7 @@ impl Staging {
         for (i, piece) in data.chunks(STAGING_BYTES).enumerate() {
             let (buffer, sent) = (self.buffers[self.next], &self.sent[self.next]);
             sent.synchronize().map_err(Error::driver("waiting for an upload"))?;
-            // SAFETY: the buffer is ours, as large, and no longer travelling.
+            // SAFETY: the buffer is ours, at least as large, and its last copy is done.
             let target = unsafe { std::slice::from_raw_parts_mut(buffer, piece.len()) };
             let part = piece.len().div_ceil(COPY_THREADS);
             std::thread::scope(|scope| {
@@ -544,7 +556,7 @@ impl Staging {
                 }
             });
             let at = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the caller's word for the destination; the source stays until the event.
+            // SAFETY: the caller's word for the destination; the source stays unchanged until the event.
             let code = unsafe { sys::cuMemcpyHtoDAsync_v2(at, buffer.cast(), piece.len(), stream.as_inner()) };
             check("copying to the device", code)?;
             sent.record(stream).map_err(Error::driver("recording an upload"))?;
@@ -558,7 +570,7 @@ impl Drop for Staging {
     fn drop(&mut self) {
         for (buffer, sent) in self.buffers.iter().zip(&self.sent) {
             let _ = sent.synchronize();
-            // SAFETY: from `allocate_mapped`, freed once, no longer travelling.
+            // SAFETY: from `allocate_mapped`, freed once, and its last copy is done.
             unsafe { sys::cuMemFreeHost(buffer.cast()) };
         }
     }

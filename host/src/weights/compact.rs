@@ -1,4 +1,4 @@
-//! A model's matrices in fewer bytes than bf16 has, whatever the format.
+//! A model's matrices in fewer bytes than bf16 takes, in any of the formats.
 
 use model::Config;
 
@@ -10,23 +10,23 @@ use crate::lossless::Packed;
 use crate::quantized::Quantized;
 use crate::stream::{Stream, chunks, n_tiles};
 
-/// A model's matrices in fewer bytes than bf16 has.
+/// A model's matrices in fewer bytes than bf16 takes.
 pub enum Compact {
-    /// There are none.
+    /// None: bf16 alone.
     None,
-    /// The layers' codes.
+    /// The layers' codes, which kernels decode to bf16.
     Quantized(Quantized),
-    /// The layers' codes, which are what is multiplied: then they are all that is kept.
+    /// The layers' codes, which GEMMs multiply themselves. No bf16 weights of the layers are kept beside them.
     E4m3(E4m3),
-    /// Packed without loss.
+    /// All matrices, packed without loss.
     Packed(Packed),
 }
 
 impl Compact {
-    /// Memory for what is kept of a model, if it is not bf16 alone.
+    /// Allocates memory for a model's matrices in the format that `kept` says.
     pub(super) fn new(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Self, Error> {
         Ok(match kept.map(|kept| kept.format) {
-            None => Self::None,
+            None | Some(MatrixFormat::Plain) => Self::None,
             Some(MatrixFormat::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),
             Some(MatrixFormat::Coded(coding)) => Self::Quantized(Quantized::new(device, config, coding)?),
             Some(MatrixFormat::Packed(size)) => {
@@ -35,7 +35,7 @@ impl Compact {
         })
     }
 
-    /// Once all matrices are there, whether they are what they are to be. Waits for the device.
+    /// Once all matrices are there: whether they are exactly the checkpoint's. Waits for the device.
     pub(super) fn finish(&mut self) -> Result<bool, Error> {
         match self {
             Self::None => Ok(true),
@@ -45,7 +45,7 @@ impl Compact {
         }
     }
 
-    /// Bytes of all of it; none if there is none.
+    /// Bytes of the matrices in this format; none if there is no format.
     pub fn bytes(&self) -> Option<u64> {
         match self {
             Self::None => None,
@@ -55,7 +55,8 @@ impl Compact {
         }
     }
 
-    /// Enqueues that `stream` has a layer's matrices, made of what is kept.
+    /// Enqueues that a layer's matrices are made in `stream` from what is kept. E4m3 has nothing to make: its GEMMs
+    /// read no bf16.
     ///
     /// # Errors
     /// A refused launch.
@@ -67,7 +68,7 @@ impl Compact {
         }
     }
 
-    /// Whether it is of a model of this config, laid out for this device, and there.
+    /// Checks that the matrices are on `device`, laid out for it, and as large as those of a model of this config.
     ///
     /// # Errors
     /// [`Error::Weights`].
@@ -88,7 +89,7 @@ impl Compact {
     }
 }
 
-/// Whether as much of a weight is on a device as is expected there, if its owner is that device.
+/// Checks that as much of a weight is `found` on `device` as is `expected`, and that its `owner` is that device.
 ///
 /// # Errors
 /// [`Error::Weights`].

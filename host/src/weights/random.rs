@@ -1,4 +1,4 @@
-//! Weights that mean nothing, for measuring.
+//! Random weights, for measuring.
 
 use std::f32::consts::TAU;
 
@@ -26,15 +26,15 @@ impl DeviceWeights {
         Self::random_as(config, device, None)
     }
 
-    /// The same, the layers' matrices as quantised ones, if so.
+    /// As [`random`](Self::random). With a `code`, the layers' matrices are quantised weights of such codes.
     ///
     /// # Errors
     /// As [`random`](Self::random).
     pub fn random_as(config: &Config, device: &Device, code: Option<Code>) -> Result<Self, Error> {
-        // SplitMix64; a pattern of 32 MiB, from a place of its own for each matrix.
+        // Random numbers by SplitMix64. All matrices repeat one pattern of 32 MiB, each from a place of its own.
         const PATTERN: usize = 16 << 20;
         const SIGMA: f32 = 0.02;
-        // In (0, 1); two make a pair of normally distributed ones (Box and Muller, 1958).
+        // Uniform in (0, 1). Two of these make a pair of normally distributed numbers (Box and Muller, 1958).
         let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
         let pair = |i: usize| {
             let (radius, angle) = (SIGMA * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
@@ -42,7 +42,7 @@ impl DeviceWeights {
         };
         let drawn: Vec<f32> = (0..PATTERN / 2).flat_map(pair).collect();
         let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(x)).collect();
-        // One scale for all, with which codes reach to some three standard deviations.
+        // One scale for all weights, with which codes reach to some three standard deviations.
         let quantized = code.map(|code| {
             let (largest, zero) = match code {
                 Code::Int4 => (8.0, 8),
@@ -50,7 +50,7 @@ impl DeviceWeights {
             };
             let scale = bf16::from_f32(3.0 * SIGMA / largest).to_f32();
             let value = |x: f32| match code {
-                // There is no negative zero among them.
+                // Adding 0 removes the sign of a zero: int4 has no negative zero.
                 Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
                 Code::E4m3 => numbers::value(numbers::nearest(x / scale)) * scale,
             };
@@ -60,7 +60,7 @@ impl DeviceWeights {
         let format = match code.map(Coding::rounded) {
             Some(coding) => Some(MatrixFormat::Coded(coding)).filter(|_| coding.is_for(device)),
             None if Kept::packs(device, config) => {
-                // Of each matrix another part of the pattern.
+                // Each matrix is sampled at another part of the pattern.
                 let sample = |(number, gemm): (usize, Gemm)| {
                     let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
                     Sample::new(n_tiles, k, &pattern[number * rows % (PATTERN - rows)..][..rows])
@@ -68,15 +68,14 @@ impl DeviceWeights {
                 PackedSize::of_samples(&config.gemms().enumerate().map(sample).collect::<Vec<_>>())
                     .map(MatrixFormat::Packed)
             }
-            None => None,
+            None => Some(MatrixFormat::Plain).filter(|_| Kept::packs_head_alone(device)),
         };
-        let kept = format.map(|format| Kept::on(device, config, format)).transpose()?;
-        let kept = match kept.filter(|kept| kept.coding().is_some()) {
-            None => kept,
-            Some(coded) => {
+        let kept = match format.map(|format| Kept::on(device, config, format)).transpose()? {
+            Some(kept) if !matches!(kept.format, MatrixFormat::Packed(_)) => {
                 let ((n_tiles, k), rows) = (n_tiles(&config.head()), N_TILE as usize * config.head().k);
-                Some(coded.with_head(device, PackedSize::of_samples(&[Sample::new(n_tiles, k, &pattern[..rows])]))?)
+                Some(kept.with_head(device, PackedSize::of_samples(&[Sample::new(n_tiles, k, &pattern[..rows])]))?)
             }
+            kept => kept,
         };
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {

@@ -121,6 +121,22 @@ fn the_gpu_path_ends_in_the_middle_of_a_step() {
         let at = plain.iter().position(|token| *token == plain[end]).unwrap();
         assert_eq!(ends(24, &[plain[end]]).0, plain[..=at]);
     }
+    // As many as a warp has lanes, of which the last one ends it; one more is refused.
+    let at = plain.iter().position(|token| *token == plain[9]).unwrap();
+    let others = (0..).filter(|token| !plain.contains(token));
+    let mut stops: Vec<u32> = others.take(31).chain([plain[9]]).collect();
+    assert_eq!(ends(24, &stops).0, plain[..=at]);
+    stops.push(plain[0]);
+    let sequence = Sequence {
+        prompt,
+        max_length: prompt.len() + 24,
+        sampling: greedy(prompt, 24, None).sampling,
+        draft: None,
+        stop_tokens: &stops,
+        form: None,
+    };
+    let refused = gpu.begin(&sequence, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
+    assert!(refused.to_string().contains("33 end tokens"), "{refused}");
 }
 
 /// What `backend` told of a prompt, until it was stopped after `stop` tokens, and the first token then of the whole

@@ -1,10 +1,11 @@
 //! The GPU path under the emulator: every kernel and every launch of the forward pass and the decode loop, lane by
 //! lane, checked for races and stray accesses on the way.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
-use host::device::DeviceOptions;
-use host::{DeviceChoice, NgramDraft};
+use host::device::{Device, DeviceOptions};
+use host::weights::DeviceWeights;
+use host::{DeviceChoice, Kept, MatrixFormat, NgramDraft, PackedSize};
 use integration_tests::{
     GoldenCase, answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled,
     prefilled_to_the_end, relative_error, run, tolerance, unfused_and_batched, unfused_and_decode_kernel, uploaded,
@@ -57,12 +58,29 @@ fn the_decode_and_the_batched_kernel_give_the_bits_of_the_unfused_path() {
         let steps = [(70, 7), (264, 16), (70, 1), (264, 1), (70, 16)];
         for &(length, rows) in &steps[..if i == 0 { steps.len() } else { 2 }] {
             let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(length).collect();
-            let device = host::device::Device::emulator(i as u64 * 100);
+            let device = Device::emulator(i as u64 * 100);
             let [fused, unfused, batched] =
                 decode_unfused_and_batched(&device, &checkpoint.config, uploaded(&device, &checkpoint), &tokens, rows);
             assert_eq!(fused, unfused, "{} with {rows} rows of {length}", case.name);
             assert_eq!(batched, unfused, "{} with {rows} rows of {length}, batched", case.name);
         }
+    }
+}
+
+#[test]
+fn a_packed_head_beside_plain_layers_gives_the_bits_of_the_unfused_path() {
+    for case in golden_cases() {
+        let checkpoint = Checkpoint::open(&case.dir).unwrap();
+        let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(20).collect();
+        let device = Device::emulator(7);
+        let size = PackedSize::of_head(&checkpoint, 1).unwrap();
+        assert!(size.is_some(), "the head of {} can be packed", case.name);
+        let kept = Kept { head: size, ..Kept::only(MatrixFormat::Plain) };
+        let go_on = &mut |_, _| ControlFlow::Continue(());
+        let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
+        assert!(weights.packed_head.is_some(), "the packed head of {} is exact", case.name);
+        let [fused, unfused, _] = decode_unfused_and_batched(&device, &checkpoint.config, weights, &tokens, 1);
+        assert_eq!(fused, unfused, "{}", case.name);
     }
 }
 
@@ -87,8 +105,8 @@ fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
     let mut config = Config { vocab_size: 300, num_hidden_layers: 1, ..Config::published("8B").unwrap() };
     config.plan.resize(640, 2432, (10, 2));
     let tokens: Vec<u32> = (0..length).map(|i| i * 7919 % 300).collect();
-    let device = host::device::Device::emulator(u64::from(length));
-    let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
+    let device = Device::emulator(u64::from(length));
+    let weights = DeviceWeights::random_as(&config, &device, code).unwrap();
     let [fused, unfused, batched] = decode_unfused_and_batched(&device, &config, weights, &tokens, rows);
     assert_eq!(fused, unfused, "{rows} rows of {length}, {code:?}");
     assert_eq!(batched, unfused, "{rows} rows of {length}, {code:?}, batched");
@@ -115,8 +133,8 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
         config.plan.attention.traits = Traits { head_norm: !has_bias, qkv_bias: has_bias };
         let positions = (0..sequences).map(|i| i * 13 % 67 + if i == 5 { 300 } else { 0 });
         let options = DeviceOptions { plain_beside: Some(beside), lossless, ..DeviceOptions::default() };
-        let device = host::device::Device::emulator_with(u64::from(sequences), &options);
-        let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
+        let device = Device::emulator_with(u64::from(sequences), &options);
+        let weights = DeviceWeights::random_as(&config, &device, code).unwrap();
         assert_eq!(weights.packed().is_some(), lossless == Some(true));
         let [unfused, batched, by_gemm] = unfused_and_batched(&device, &config, weights, &one_row_at(positions));
         assert!(unfused.iter().all(|logit| logit.is_finite()));
@@ -155,8 +173,8 @@ fn few_sequences_by_the_decode_kernel_give_the_bits_of_the_unfused_path() {
         // What one layer leaves to the next has nothing to do with the format.
         let mut config = Config { num_hidden_layers: if code.is_some() { 1 } else { 2 }, ..published.clone() };
         config.plan.resize(256, 256, heads);
-        let device = host::device::Device::emulator_with(positions.len() as u64, &options);
-        let weights = host::weights::DeviceWeights::random_as(&config, &device, code).unwrap();
+        let device = Device::emulator_with(positions.len() as u64, &options);
+        let weights = DeviceWeights::random_as(&config, &device, code).unwrap();
         let [unfused, few] = unfused_and_decode_kernel(&device, &config, weights, &positions);
         assert!(unfused.iter().all(|logit| logit.is_finite()));
         assert!(few == unfused, "{positions:?}, {heads:?} heads, {code:?}");
@@ -174,8 +192,8 @@ fn one_row_of_any_context_gives_the_bits_of_the_unfused_path() {
     {
         let mut config = Config { num_hidden_layers: layers, ..published.clone() };
         config.plan.resize(256, 256, heads);
-        let device = host::device::Device::emulator(u64::from(position));
-        let weights = host::weights::DeviceWeights::random_as(&config, &device, None).unwrap();
+        let device = Device::emulator(u64::from(position));
+        let weights = DeviceWeights::random_as(&config, &device, None).unwrap();
         let [unfused, few] = unfused_and_decode_kernel(&device, &config, weights, &one_row_at([position]));
         assert!(unfused.iter().all(|logit| logit.is_finite()));
         assert!(few == unfused, "position {position}, {heads:?} heads");
@@ -189,7 +207,7 @@ fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
     assert!(cases.iter().any(in_e4m3));
     for case in cases {
         let checkpoint = case.open();
-        let device = host::device::Device::emulator(5);
+        let device = Device::emulator(5);
         let whole = prefilled(&device, &checkpoint, &case.prompt, case.prompt.len());
         let error = relative_error(&whole, &case.logits);
         println!("{}: {error:.1e}", case.name);
@@ -204,7 +222,7 @@ fn the_end_of_a_prompt_is_the_same_bits_when_nothing_else_is_asked_for() {
     let in_e4m3 = format_cases().into_iter().find(|case| case.name == "fp8_blocks").expect("it is there");
     for case in [golden_cases().remove(0), in_e4m3] {
         let checkpoint = case.open();
-        let device = host::device::Device::emulator(6);
+        let device = Device::emulator(6);
         let tokens: Vec<u32> = case.prompt.iter().copied().cycle().take(300).collect();
         let vocab = checkpoint.config.vocab_size;
         let all = prefilled(&device, &checkpoint, &tokens, tokens.len());
@@ -219,7 +237,7 @@ fn the_end_of_a_prompt_is_the_same_bits_when_nothing_else_is_asked_for() {
 fn a_script_is_confirmed_as_far_as_it_is_right() {
     let case = golden_cases().remove(0);
     let checkpoint = Checkpoint::open(&case.dir).unwrap();
-    let device = host::device::Device::emulator(0);
+    let device = Device::emulator(0);
     let mut gpu = host::Gpu::new(&checkpoint, &device, 64, &mut |_, _| std::ops::ControlFlow::Continue(())).unwrap();
     let request = |draft| greedy(&case.prompt[..4], 19, draft);
     let (plain, steps) = run(&mut gpu, &request(None));

@@ -16,7 +16,7 @@
 //! nobody else writes the arrays, or uses the workspace.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{kernel, shared, thread};
+use cuda_std::{device, kernel, shared, thread};
 
 use gpu_kernels::ngram::search::{Keys, NOTHING, Texts, key, texts};
 use gpu_kernels::ngram::share::{grant, share_out};
@@ -33,7 +33,7 @@ pub const SEARCH_SHARED_BYTES: u32 = 8;
 /// # Safety
 /// The texts are in memory, and nobody writes them meanwhile. `end` is one of the text's; `n` is at most `end + 1`, and
 /// at most [`longest`](Texts::longest).
-#[inline(always)]
+#[device]
 unsafe fn equals<T: Token>(t: &Texts<T>, in_prompt: bool, end: u32, n: u32) -> bool {
     let text = if in_prompt { t.prompt } else { t.generated };
     let mut i = n;
@@ -51,7 +51,7 @@ unsafe fn equals<T: Token>(t: &Texts<T>, in_prompt: bool, end: u32, n: u32) -> b
 ///
 /// # Safety
 /// The whole grid calls it: a block of so many `threads` for each sequence, with [`SEARCH_SHARED_BYTES`].
-#[inline(always)]
+#[device]
 unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
     // SAFETY: the caller's word. An end is below `ends`, and has `n - 1` tokens before it. The whole block goes from
     // barrier to barrier together, between which the word in shared memory is either written by one thread, or changed
@@ -121,7 +121,7 @@ unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
 ///
 /// # Safety
 /// The one block of a launch calls it, when [`find_windows`] has left the keys of the same operator.
-#[inline(always)]
+#[device]
 unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
     if thread::thread_idx_x() != 0 {
         return;

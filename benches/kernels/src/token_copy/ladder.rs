@@ -5,7 +5,7 @@
 //! destination; nobody reads it meanwhile. (Each unit of that record then comes from any one of these pairs; each byte,
 //! if `token_copy_bytewise` wrote it.)
 
-use cuda_std::{kernel, thread};
+use cuda_std::{device, kernel, thread};
 use gpu_kernels::token_copy::{Index, MLA_UNITS, PAGE_UNITS, TokenCopy, UNIT_BYTES, copy, copy_record};
 
 /// Threads of a block of the kernels that give each record to one thread, or to one warp that stores each load before
@@ -16,7 +16,7 @@ pub const NARROW_THREADS: u32 = 256;
 ///
 /// # Safety
 /// As the parameter block says. Whole blocks of [`NARROW_THREADS`] call it.
-#[inline(always)]
+#[device]
 unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
     // SAFETY: the caller's word. A pair is copied if both of its records are in their regions, whose units are aligned
     // then.
@@ -48,7 +48,7 @@ unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
 ///
 /// # Safety
 /// As the parameter block says. Blocks of [`NARROW_THREADS`] call it. `BYTES` is 1 or [`UNIT_BYTES`].
-#[inline(always)]
+#[device]
 unsafe fn copy_by_threads<I: Index, const BYTES: u32>(p: &TokenCopy<I>) {
     // SAFETY: the caller's word. A pair is copied if both of its records are in their regions, whose units are aligned
     // then; a record is whole units.

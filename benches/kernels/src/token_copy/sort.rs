@@ -12,7 +12,7 @@
 //! [`SORT_THREADS`].
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{GlobalMut, kernel, shared, thread, warp};
+use cuda_std::{GlobalMut, device, kernel, shared, thread, warp};
 use gpu_kernels::unroll;
 
 use super::{Index, NONE, Pairs};
@@ -70,14 +70,14 @@ pub struct Scan {
 }
 
 impl<I: Index> Sort<I> {
-    #[inline(always)]
+    #[device]
     fn bucket(&self, (src, dst): (u64, u64)) -> usize {
         ((if self.by_destination == 0 { src } else { dst }) >> self.shift) as usize
     }
 }
 
 /// This thread's first pair, and the distance to its next.
-#[inline(always)]
+#[device]
 fn stride() -> (u64, u64) {
     let first = thread::block_idx_x() as u64 * SORT_THREADS as u64 + thread::thread_idx_x() as u64;
     (first, thread::grid_dim_x() as u64 * SORT_THREADS as u64)
@@ -87,7 +87,7 @@ fn stride() -> (u64, u64) {
 ///
 /// # Safety
 /// As the parameter block says.
-#[inline(always)]
+#[device]
 unsafe fn check<I: Index>(p: &Check<I>) {
     let (mut first, step) = stride();
     while first < p.pairs.count {
@@ -110,7 +110,7 @@ unsafe fn check<I: Index>(p: &Check<I>) {
 ///
 /// # Safety
 /// As the parameter block says.
-#[inline(always)]
+#[device]
 unsafe fn count<I: Index>(p: &Sort<I>) {
     // SAFETY: the caller's word. A pair in its regions has a bucket, whose count changes by atomics alone; one lane
     // stores the pair's rank.
@@ -146,7 +146,7 @@ unsafe fn count<I: Index>(p: &Sort<I>) {
 ///
 /// # Safety
 /// As the parameter block says: the ranks are those that [`count`] kept, and the counts positions.
-#[inline(always)]
+#[device]
 unsafe fn scatter<I: Index>(p: &Sort<I>) {
     // SAFETY: the caller's word. A pair that has a rank is in its regions, so that it has a bucket; where that begins
     // plus the rank is a place of the pair's own, of as many as there are pairs.
@@ -178,7 +178,7 @@ unsafe fn scatter<I: Index>(p: &Sort<I>) {
 }
 
 /// The sum of `value` over this lane and those below.
-#[inline(always)]
+#[device]
 fn running_sum(value: u32) -> u32 {
     let mut sum = value;
     let mut distance = 1;
@@ -191,7 +191,7 @@ fn running_sum(value: u32) -> u32 {
 }
 
 /// Where four buckets in a row with these counts begin, if the first begins at `first`.
-#[inline(always)]
+#[device]
 fn positions(first: u32, counts: [u32; 4]) -> [u32; 4] {
     let second = first + counts[0];
     let third = second + counts[1];

@@ -6,7 +6,7 @@
 //! A launch has memory as its parameter block says. Lanes may store to one record at once, where pairs share a
 //! destination; nobody reads it meanwhile.
 
-use cuda_std::{Global, kernel, thread, warp};
+use cuda_std::{Global, device, kernel, thread, warp};
 use gpu_kernels::unroll;
 
 use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, THREADS, UNIT_BYTES, copy_record};
@@ -38,7 +38,7 @@ impl<I: Index> SortedCopy<I> {
     ///
     /// # Safety
     /// As the parameter block says. Whole blocks of so many `warps` call it.
-    #[inline(always)]
+    #[device]
     unsafe fn for_each_32(&self, warps: u32, body: impl Fn(u32, u32, u32)) {
         // SAFETY: the caller's word.
         let total = unsafe { self.total.load(0) } as u64;
@@ -60,7 +60,7 @@ impl<I: Index> SortedCopy<I> {
 ///
 /// # Safety
 /// As the parameter block says. Whole blocks of [`THREADS`] call it. `ROUNDS` of 32 units hold `UNITS`.
-#[inline(always)]
+#[device]
 unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I>) {
     // SAFETY: the caller's word. The first `count` lanes have pairs, both of whose records are in their regions; these
     // fit, so that a unit below `UNITS` is of its record, and aligned.
@@ -112,7 +112,7 @@ unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I
 ///
 /// # Safety
 /// As the parameter block says. Whole blocks of [`GROUPED_THREADS`] call it.
-#[inline(always)]
+#[device]
 unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
     // SAFETY: the caller's word. The first `count` lanes have pairs, both of whose records are in their regions; these
     // fit, so that units are aligned. A group is some pair's: it begins in the source, and of its records only those

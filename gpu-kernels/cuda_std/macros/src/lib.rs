@@ -1,4 +1,4 @@
-//! The `#[kernel]` attribute and `#[derive(Layout)]` of `cuda_std`, which documents and re-exports them.
+//! The attributes `#[kernel]` and `#[device]`, and `#[derive(Layout)]`, of `cuda_std`, which re-exports them.
 
 mod layout;
 
@@ -12,7 +12,7 @@ use syn::{DeriveInput, Error, Expr, FnArg, Ident, ItemFn, LitStr, Pat, ReturnTyp
 /// The module of a kernel that names none.
 const MAIN: &str = "main";
 
-/// What stands between the parentheses of `#[kernel(threads = 256, min_blocks = 2, cluster = 2, module = "bench")]`.
+/// The arguments of the attribute, as in `#[kernel(threads = 256, min_blocks = 2, cluster = 2, module = "bench")]`.
 struct Arguments {
     threads: Expr,
     min_blocks: Option<Expr>,
@@ -44,7 +44,7 @@ impl Parse for Arguments {
     }
 }
 
-/// A module's name becomes part of a file's.
+/// Parses the name of a module. It becomes part of a file's name, so few characters are allowed.
 fn module_name(input: ParseStream) -> syn::Result<LitStr> {
     let name: LitStr = input.parse()?;
     let text = name.value();
@@ -56,21 +56,24 @@ fn module_name(input: ParseStream) -> syn::Result<LitStr> {
 
 /// Makes an `unsafe fn` with one parameter block into a kernel.
 ///
-/// `threads` is the block size, `min_blocks` (optional) how many blocks an SM must be able to hold at once, `cluster`
-/// (optional, sm_90 on) how many blocks make a cluster; all are constant expressions. `module` (optional, a string)
-/// names the PTX module that the kernel goes to, where it is not the `"main"` one. The function takes exactly one
-/// `#[repr(C)]`, `Copy` parameter block that derives `Layout` by value, aligned to at most 16 bytes, and returns
-/// nothing.
+/// - `threads` is the block size.
+/// - `min_blocks` (optional) is how many blocks an SM must be able to hold at once.
+/// - `cluster` (optional, sm_90 on) is how many blocks make a cluster.
+/// - `module` (optional) names the PTX module that the kernel goes to; without it, that is `"main"`.
 ///
-/// What must hold for a launch is said by the parameter block's own documentation, so none is asked of the function.
+/// `module` is a string, the others are constant expressions.
 ///
-/// On the device it becomes an entry point of its own name, where its crate is the one that the build step compiles: a
-/// crate that another kernel crate depends on brings the functions that its kernels are made of, and none of its
-/// kernels. What the build step is to know is left in the PTX as comments:
+/// The function is `pub` and not generic, takes exactly one parameter by value, and returns nothing. The parameter is a
+/// `#[repr(C)]`, `Copy` parameter block that derives `Layout`, aligned to at most 16 bytes. The documentation of that
+/// parameter block says what must hold for a launch, so the function needs no `# Safety` section.
+///
+/// On the device the function becomes an entry point of its own name, if its crate is the one that the build step
+/// compiles. A crate that another kernel crate depends on contributes the functions that its kernels are made of, but
+/// none of its kernels. What the build step must know is left in the PTX as comments:
 /// `//@launch_bounds NAME THREADS MIN_BLOCKS CLUSTER` (0 for what is not asked) becomes `.maxntid`, `.minnctapersm` and
-/// `.reqnctapercluster`, `//@module NAME MODULE` says where the kernel goes, and `//@layout NAME DIGEST` what its
-/// parameter block looks like. On the host it stays a plain function. On both, a marker type of the same name
-/// implements `cuda_std::Kernel`, so a launch names its kernel as a type.
+/// `.reqnctapercluster`, `//@module NAME MODULE` says where the kernel goes, and `//@layout NAME DIGEST` gives the
+/// digest of its parameter block. On the host the function stays a plain function. On both, a marker type of the same
+/// name implements `cuda_std::Kernel`, so a launch names its kernel as a type.
 #[proc_macro_attribute]
 pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     let arguments = syn::parse_macro_input!(arguments as Arguments);
@@ -78,8 +81,25 @@ pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     expand(arguments, function).unwrap_or_else(|error| error.into_compile_error().into())
 }
 
-/// Gives a `#[repr(C)]` struct, or a `#[repr(u32)]` enum without fields, with what it looks like in memory: see
-/// `cuda_std::Layout`.
+/// Marks a function that kernels call, as `__device__ __forceinline__` does in CUDA C++. On the device it is inlined
+/// wherever it is called, since shared registers and known constants matter more than code size there. On the host it
+/// is an ordinary function: kernels that share it then share its machine code, so builds for the emulator are much
+/// shorter.
+#[proc_macro_attribute]
+pub fn device(arguments: TokenStream, item: TokenStream) -> TokenStream {
+    if !arguments.is_empty() {
+        return Error::new(Span::call_site(), "`#[device]` takes no arguments").into_compile_error().into();
+    }
+    let item = proc_macro2::TokenStream::from(item);
+    quote! {
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
+        #item
+    }
+    .into()
+}
+
+/// Implements `cuda_std::Layout`, which describes a type's layout in memory. It takes a `#[repr(C)]` or
+/// `#[repr(transparent)]` struct, or an enum without fields whose `#[repr]` is `u8`, `u16`, `u32` or `u64`.
 #[proc_macro_derive(Layout)]
 pub fn layout(item: TokenStream) -> TokenStream {
     let item = syn::parse_macro_input!(item as DeriveInput);
@@ -101,9 +121,9 @@ fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
     let digest = format!("//@layout {text} {{}}");
     let too_aligned = format!("the parameter block of `{text}` is aligned to more than 16 bytes");
     let argument = format_ident!("params");
-    // Cargo sets it for what it was asked to build, and not for what that depends on.
+    // Cargo sets this variable for the package that it was asked to build, and not for that package's dependencies.
     let entry = std::env::var_os("CARGO_PRIMARY_PACKAGE").map(|_| {
-        // The build step may want some kernels alone, which it names. On the host nobody asks.
+        // The build step can name the kernels that it wants. On the host nobody asks.
         let wanted = quote!(#[cfg(any(not(cuda_kernels), cuda_kernels = #text))]);
         quote! {
             #(#attrs)*
@@ -158,7 +178,7 @@ fn expand(arguments: Arguments, function: ItemFn) -> syn::Result<TokenStream> {
     .into())
 }
 
-/// The kernel's one parameter, and its type; or what is wrong with the signature.
+/// The kernel's one parameter and its type; or an error that says what is wrong with the signature.
 fn check(function: &ItemFn) -> syn::Result<(&FnArg, &Type)> {
     let sig = &function.sig;
     let wrong = |span, message: &str| Err(Error::new(span, message));

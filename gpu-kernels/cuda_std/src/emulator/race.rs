@@ -1,18 +1,19 @@
 //! Shadow memory: who used which bytes when.
 //!
-//! A page of the shadow has one cell for each granule of memory. Granules have 16 bytes until a smaller access comes.
-//! Then the page is refined: each cell is split into equal copies, which loses nothing. A cell knows the last writer
-//! and the last two readers. That it forgets a third reader can hide a race under one seed, but never invents one.
+//! A page of the shadow has one cell for each granule of memory. The whole page is one granule until an access to a part
+//! of it comes. Then the page is refined: each cell is split into equal copies, which loses nothing. So a page of
+//! weights that is only read by bulk copies of whole pages has one cell. A cell knows the last writer and the last two
+//! readers. That it forgets a third reader can hide a race under one seed, but never invents one.
 
 use std::ops::Range;
 use std::panic::Location;
 
 use super::clock::{Clock, Name};
 
+/// log2 of the granule with which a page starts: the whole page.
+const COARSEST: u32 = 12;
 /// Bytes of memory that a page of the shadow covers.
-const PAGE: usize = 4096;
-/// Granules start at 2^4 bytes.
-const COARSEST: u32 = 4;
+const PAGE: usize = 1 << COARSEST;
 /// The epoch of a copy in flight, which no lane can know.
 const IN_FLIGHT: u32 = u32::MAX;
 
@@ -278,7 +279,8 @@ impl Shadow {
     /// Visits the last write of each granule of the bytes until `wanted` accepts one, and returns that.
     pub fn find_writer(&mut self, bytes: Range<usize>, mut wanted: impl FnMut(Name, u32) -> bool) -> Option<Past> {
         let search = self.pages(bytes, |page, range| {
-            let cells = page.cells.get(range.start >> page.grain..range.end >> page.grain);
+            let end = range.end.div_ceil(1 << page.grain);
+            let cells = page.cells.get(range.start >> page.grain..end);
             let mut cells = cells.unwrap_or_default().iter();
             let found = cells.find(|cell| cell.writer.epoch != 0 && wanted(cell.writer.name, cell.writer.epoch));
             found.map_or(Ok(()), |cell| Err(cell.writer.access()))

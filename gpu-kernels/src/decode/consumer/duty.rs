@@ -1,16 +1,16 @@
-//! What falls to a consumer warp of a GEMM by fragments in registers: which split-K partial and N-tiles, and its
-//! products, turn by turn.
+//! What a consumer warp does in a GEMM by fragments in registers: which split-K partial and which N-tiles are its own,
+//! and its products, turn by turn. A turn is one chunk of each of the block's N-tiles.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, each warp for its own
-//! duty, and all eight for the same parts and turns in the same order. The ring is where the part's chunks begin that
-//! have yet to be multiplied: the producer fills their stages with weights of the format `F`. The warp loads what is
-//! its own of a chunk once, and then has a part in its release; nobody else releases for it.
+//! duty, and all eight for the same parts and turns in the same order. The ring is at the first of the part's chunks
+//! that have yet to be multiplied; the producer fills their stages with weights of the format `F`. The warp loads its
+//! own slices of a chunk once, and then takes part in the chunk's release. Nobody else releases for it.
 
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use cuda_std::{bulk, mma, thread, warp};
+use cuda_std::{bulk, device, mma, thread, warp};
 
 use super::Part;
 use crate::decode::{DecodeStep, N_TILES};
@@ -18,13 +18,13 @@ use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::weights::{FragmentFormat, WeightFragments};
 
-/// Gives a chunk back, for the whole warp, by the lanes that are told to. TMA must not overwrite what is still being
-/// read: without the fence it did.
+/// Releases stages for the whole warp: each lane with `arrives` releases its `chunk`. Without the fence, TMA overwrites
+/// what is still being read.
 ///
 /// # Safety
-/// All lanes of the warp call it; it has waited for the chunk of each lane that arrives, and reads it no more. Of all
-/// warps together `WARPS` lanes arrive for a stage.
-#[inline(always)]
+/// All lanes of the warp call it. The warp has waited for the chunk of each lane that arrives, and reads it no more. Of
+/// all warps together `WARPS` lanes arrive for a stage.
+#[device]
 pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
     // SAFETY: the caller's word.
     unsafe {
@@ -36,10 +36,10 @@ pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
     }
 }
 
-/// What falls to a warp: of the GEMMs' [split-K partials](crate::linear#order) the one numbered `k_split`, whose slices
-/// of a chunk are `k_split` and `k_split + 4`. A split-K partial's two warps, one of each half of the block, distribute
-/// N-tiles between them if rows are one tile of 8, or fragments are [costly](FragmentFormat::COSTLY), or else the two
-/// tiles; of a [short](crate::decode) ring always the tiles.
+/// A warp's part of a GEMM: the [split-K partial](crate::linear#order) numbered `k_split`, whose slices of a chunk are
+/// `k_split` and `k_split + 4`. Two warps share a split-K partial, one in each half of the block. If the rows are one
+/// tile of 8, or fragments are [costly](FragmentFormat::COSTLY), each of the two takes half of the N-tiles. Otherwise,
+/// and always with a [short](crate::decode) ring, each takes one of the two tiles of rows.
 #[derive(Clone, Copy)]
 pub(super) struct Duty<F, const TILES: usize, const SHORT: bool> {
     pub(super) lane: u32,
@@ -47,55 +47,55 @@ pub(super) struct Duty<F, const TILES: usize, const SHORT: bool> {
     format: PhantomData<F>,
 }
 
-/// Where an N-tile's part of a turn lies.
+/// Where an N-tile's chunk of a turn lies.
 #[derive(Clone, Copy)]
 struct Tile {
     stage: Ring,
     /// Which of the stage's chunks it is.
     chunk: u32,
-    /// Whether the stage is done with when it has been read.
+    /// Whether the stage can be released once this chunk has been read.
     ends: bool,
 }
 
-/// The N-tile that a warp multiplies next, and the one behind it.
+/// The N-tile that a warp multiplies next, and where the one after it lies.
 pub(super) struct Ready<F: FragmentFormat> {
-    /// Its fragments.
+    /// The fragments of the next N-tile.
     pub(super) weights: WeightFragments,
-    /// The codes of the two that come next, of formats that are multiplied [by pairs](super::pairs).
+    /// For formats that are multiplied [by pairs](super::pairs): the codes of the next two N-tiles.
     pub(super) codes: [F::Chunk; 2],
     tile: Tile,
     behind: Tile,
-    /// Whether the stage of the one behind has been seen to be full.
+    /// Whether the stage of `behind` has been seen to be full.
     is_full: bool,
 }
 
-/// N-tiles of a warp, of a number that is found out as it goes.
+/// The number of N-tiles of a warp is known only at run time.
 const ANY: usize = 0;
 
-/// A lane's fragments of activations for a split-K partial's instructions of a chunk, `[slice][half of a slice]`: two
-/// instructions' each.
+/// A lane's fragments of activations for a split-K partial's instructions of a chunk, `[slice][half of a slice]`. Each
+/// entry serves two instructions.
 pub(super) type Columns = [[[u32; 4]; 2]; 2];
 
-/// The `i`-th instruction's.
-#[inline(always)]
+/// The fragment for the `i`-th instruction.
+#[device]
 pub(super) const fn columns_of(columns: &Columns, i: usize) -> [u32; 2] {
     let words = &columns[i / 4][i / 2 % 2];
     [words[i % 2 * 2], words[i % 2 * 2 + 1]]
 }
 
 impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SHORT> {
-    /// Whether a split-K partial's warps distribute N-tiles between them.
+    /// Whether the two warps of a split-K partial distribute N-tiles between them, and not tiles of rows.
     const BY_N_TILES: bool = !SHORT && (TILES == 1 || F::COSTLY);
     /// Tiles of rows of a warp.
     pub(super) const OWN_TILES: usize = if Self::BY_N_TILES { TILES } else { 1 };
     /// Most N-tiles of a warp.
     pub(super) const OWN_N_TILES: usize = if Self::BY_N_TILES { N_TILES as usize / 2 } else { N_TILES as usize };
-    /// Lanes of a warp that release a chunk: it takes [`WARPS`] arrivals, and if it is a half's alone, only four
-    /// warps read it.
+    /// Lanes of a warp that arrive to release a stage. A stage takes `WARPS` arrivals; if the warps distribute N-tiles,
+    /// only the four warps of one half read it.
     pub(super) const ARRIVALS: u32 = if Self::BY_N_TILES { 2 } else { 1 };
 
-    /// This warp's.
-    #[inline(always)]
+    /// The duty of this warp.
+    #[device]
     pub(super) fn new() -> Self {
         Self {
             lane: thread::opaque(thread::lane_id()),
@@ -104,45 +104,47 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The number of its split-K partial.
-    #[inline(always)]
+    /// The number of the warp's split-K partial.
+    #[device]
     pub(super) const fn k_split(&self) -> u32 {
         self.warp_id % K_PARTIALS
     }
 
-    /// The half of the block that it belongs to.
-    #[inline(always)]
+    /// The half of the block that the warp belongs to.
+    #[device]
     pub(super) const fn half(&self) -> u32 {
         self.warp_id / K_PARTIALS
     }
 
-    /// The first row.
-    #[inline(always)]
+    /// The warp's first row.
+    #[device]
     pub(super) const fn first_row(&self) -> u32 {
         if Self::BY_N_TILES { 0 } else { 8 * self.half() }
     }
 
-    /// Its `s`-th N-tile of the block's.
-    #[inline(always)]
+    /// Which of the block's N-tiles is the warp's `s`-th.
+    #[device]
     pub(super) const fn n_tile(&self, s: u32) -> u32 {
         if Self::BY_N_TILES { 2 * s + self.half() } else { s }
     }
 
-    /// How many of the block's N-tiles are its.
-    #[inline(always)]
+    /// How many of the block's `mine` N-tiles are the warp's.
+    #[device]
     pub(super) const fn n_tiles(&self, mine: u32) -> u32 {
         if Self::BY_N_TILES { (mine + 1 - self.half()) / 2 } else { mine }
     }
 
-    /// Its weights of the `chunk`-th chunk of a stage, once that is there. A barrier tells a phase from the next alone,
-    /// and the stage's chunk before this one may have been the other half's, for which this warp did not wait. It came:
-    /// this warp had one of the last three chunks, or synchronised with the block since, and the producer has no more
-    /// than 9 under way.
+    /// Waits for a stage, and loads the warp's fragments of the stage's `chunk`-th chunk.
+    ///
+    /// A full barrier only tells two successive phases apart, and the stage's fill before this one may have been for
+    /// the other half of the block: then this warp did not wait for it. But that fill has ended: this warp had one of
+    /// the last three chunks, or has synchronised with the block since, and the producer has no more than 9 stages
+    /// under way.
     ///
     /// # Safety
     /// The stage has, or will have, an N-tile of the warp's, which it has not loaded yet. `chunk` is one of the
     /// stage's.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn load(&self, p: &DecodeStep, stage: &Ring, chunk: u32) -> WeightFragments {
         // SAFETY: the caller's word.
         unsafe {
@@ -151,31 +153,32 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// Whether a stage is done with when its chunk of a turn of `depth` has been read.
-    #[inline(always)]
+    /// Whether a stage can be released once its chunk of this turn, of `depth` turns in all, has been read.
+    #[device]
     const fn ends_stage(turn: u32, depth: u32) -> bool {
         F::CHUNKS == 1 || turn % F::CHUNKS + 1 == F::CHUNKS || turn + 1 == depth
     }
 
-    /// Stages from one turn's first to the next one's.
-    #[inline(always)]
+    /// Stages from the first one of this turn to the first one of the next.
+    #[device]
     const fn stages(turn: u32, part: &Part) -> u32 {
         if Self::ends_stage(turn, part.problem.depth) { part.mine } else { 0 }
     }
 
-    /// Its `s`-th N-tile of a turn whose first stage is the ring's next.
-    #[inline(always)]
+    /// Where the warp's `s`-th N-tile of a turn lies. The turn's first stage is the ring's next.
+    #[device]
     fn tile(&self, part: &Part, (ring, turn): (Ring, u32), s: u32) -> Tile {
         let ends = Self::ends_stage(turn, part.problem.depth);
         Tile { stage: ring.ahead(self.n_tile(s)), chunk: turn % F::CHUNKS, ends }
     }
 
-    /// If fragments are costly and the ring is not short, those of the first N-tile of a part, whose first stage is the
-    /// ring's next: [`costly`](Self::costly) has the next ones ready when it multiplies. Otherwise nothing is loaded.
+    /// Begins a part, whose first stage is the ring's next. If fragments are costly and the ring is not short, it loads
+    /// those of the first N-tile, or the codes of the first pair: [`costly`](Self::costly) makes fragments while it
+    /// multiplies those before. Otherwise it loads nothing.
     ///
     /// # Safety
     /// `ring` is where the part's first turn begins, and nothing of the part was loaded.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn begin(&self, p: &DecodeStep, ring: &Ring, part: &Part) -> Ready<F> {
         let own = self.n_tiles(part.mine);
         let tile = self.tile(part, (*ring, 0), 0);
@@ -198,11 +201,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         ready
     }
 
-    /// Gives a stage back that ends with this N-tile, whose fragments are there, if they were made in the stage.
+    /// For formats that make fragments in the stage: releases the stage of an N-tile whose fragments are loaded, if
+    /// this chunk ends the stage.
     ///
     /// # Safety
     /// The N-tile was loaded last, and its stage is yet to be released.
-    #[inline(always)]
+    #[device]
     unsafe fn release_loaded(&self, tile: &Tile) {
         if F::IN_PLACE {
             // SAFETY: the caller's word.
@@ -210,11 +214,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// Gives a stage back that ends with this N-tile, the `S`-th, which was multiplied, unless that is done.
+    /// For the other formats: releases the stage of the warp's `S`-th N-tile once it is multiplied, if this chunk ends
+    /// the stage.
     ///
     /// # Safety
     /// The N-tile was loaded, and then multiplied into the `S`-th sums, and its stage is yet to be released.
-    #[inline(always)]
+    #[device]
     unsafe fn release_multiplied<const S: usize>(&self, tile: &Tile, acc: &[[f32; 4]; N_TILES as usize]) {
         if !F::IN_PLACE {
             let last = acc[S * Self::OWN_TILES + Self::OWN_TILES - 1];
@@ -223,8 +228,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// Adds the GEMMs of instruction `i` of an N-tile's fragments to the accumulators of its `s`-th N-tile.
-    #[inline(always)]
+    /// Adds the products of fragment `i` of an N-tile to the accumulators of the warp's `s`-th N-tile.
+    #[device]
     pub(super) fn multiply(
         acc: &mut [[f32; 4]; N_TILES as usize],
         weights: &WeightFragments,
@@ -237,8 +242,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         });
     }
 
-    /// Brings the accumulators of the next of `own` N-tiles to the front: after so many times each is where it was.
-    #[inline(always)]
+    /// Rotates the accumulators of the warp's `own` N-tiles, so that the next N-tile's come to the front. After `own`
+    /// calls each is where it was.
+    #[device]
     fn rotate(acc: &mut [[f32; 4]; N_TILES as usize], own: u32) {
         unroll!(T < (Self::OWN_TILES) of 2; {
             let first = acc[T];
@@ -249,13 +255,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         });
     }
 
-    /// Multiplies the fragments that are ready, of its `S`-th N-tile. Meanwhile those of the one behind it are made;
-    /// behind that comes `next`.
+    /// Multiplies the fragments that are ready, of the warp's `S`-th N-tile, and meanwhile makes those of the N-tile
+    /// after it. `next` is the N-tile after that one.
     ///
     /// # Safety
-    /// Fragments are costly. `ready` is of the N-tile whose sums are the `S`-th, and `next` is the one that comes two
-    /// behind it.
-    #[inline(always)]
+    /// Fragments are costly. `ready` is of the N-tile whose sums are the `S`-th, and `next` is the N-tile two after it.
+    #[device]
     unsafe fn costly_step<const S: usize>(
         &self,
         p: &DecodeStep,
@@ -274,7 +279,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             ready.weights = F::load(p, (&behind.stage, behind.chunk), self.k_split(), self.lane, |i| {
                 Self::multiply(acc, &weights, columns, (S, i));
                 if i == 4 {
-                    // Asked now, since an answer takes its time.
+                    // Asked ahead, since an answer takes its time.
                     is_full = next.stage.is_full();
                 }
             });
@@ -288,7 +293,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     ///
     /// # Safety
     /// As for [`costly_step`](Self::costly_step), of the part's last N-tile.
-    #[inline(always)]
+    #[device]
     unsafe fn costly_end<const S: usize>(
         &self,
         acc: &mut [[f32; 4]; N_TILES as usize],
@@ -302,13 +307,14 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         unsafe { self.release_multiplied::<S>(&ready.tile, acc) }
     }
 
-    /// [`turn`](Self::turn) by turn of fragments that are costly; `columns` gives each turn's. `ready` is of the first
-    /// turn's first N-tile, and then of the turn behind the last, unless that was the part's last.
+    /// Multiplies several turns of costly fragments, as [`turn`](Self::turn) multiplies one of others. `columns` gives
+    /// each turn's activations. `ready` has the first N-tile of the first turn; afterwards it has that of the turn
+    /// after the last, if the part has one.
     ///
     /// # Safety
-    /// Fragments are costly, and the ring is not short. `ready` came of [`begin`](Self::begin), and then of the turns
-    /// before `turns`, at whose first the ring is.
-    #[inline(always)]
+    /// Fragments are costly, and the ring is not short. `ready` is what [`begin`](Self::begin) returned, as the turns
+    /// before `turns` have left it. The ring is at the first of `turns`.
+    #[device]
     pub(super) unsafe fn costly(
         &self,
         p: &DecodeStep,
@@ -323,7 +329,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             if F::BY_PAIRS {
                 return self.by_pairs(p, acc, (ring, part, turns), own, columns, ready);
             }
-            // The numbers that most shapes have. What depends on one is decided here, and not in each turn.
+            // Most shapes have one of these numbers. As a constant it decides branches here, and not in each turn.
             match own {
                 1 if F::CHUNKS == 2 => self.costly_stages(p, acc, (ring, part, turns), columns, ready),
                 1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),
@@ -334,11 +340,11 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The same of `OWN` N-tiles, or of any number.
+    /// [`costly`](Self::costly) for `OWN` N-tiles, or for any number of them.
     ///
     /// # Safety
     /// As for [`costly`](Self::costly); `OWN` is the warp's N-tiles, or `ANY`.
-    #[inline(always)]
+    #[device]
     unsafe fn costly_of<const OWN: usize>(
         &self,
         p: &DecodeStep,
@@ -377,12 +383,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The same of one N-tile, where a stage has the chunks of two turns: a stage at a time, so that there is less to
-    /// ask, to find out and to release. `turns` begins with a stage.
+    /// [`costly`](Self::costly) for one N-tile, where a stage has the chunks of two turns. It takes a stage at a time,
+    /// so there is less to wait for, to compute and to release. `turns` begins with a stage.
     ///
     /// # Safety
     /// As for [`costly`](Self::costly); the warp has one N-tile, and a stage two chunks.
-    #[inline(always)]
+    #[device]
     unsafe fn costly_stages(
         &self,
         p: &DecodeStep,
@@ -410,7 +416,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 let upper = F::load(p, (&stage, 1), self.k_split(), self.lane, |i| {
                     Self::multiply(acc, &lower, &first, (0, i));
                     if i == 4 {
-                        // Asked now, since an answer takes its time.
+                        // Asked ahead, since an answer takes its time.
                         is_full = next.is_full();
                     }
                 });
@@ -432,11 +438,11 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// A turn of any number of such N-tiles, in one loop.
+    /// One turn of costly fragments, of any number of N-tiles, in one loop.
     ///
     /// # Safety
     /// As for [`costly`](Self::costly), of the turn `here`, behind which comes `then`.
-    #[inline(always)]
+    #[device]
     unsafe fn costly_turn(
         &self,
         p: &DecodeStep,
@@ -464,13 +470,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The GEMMs of a turn, whose chunks are in the ring's next stages: adds those of its own `s`-th N-tile to
-    /// `acc[s]`, or of more tiles of rows to those from `acc[s · tiles]` on. For fragments that are not costly, and for
-    /// short rings.
+    /// Multiplies a turn, whose chunks are in the ring's next stages, and adds the products of the warp's `s`-th N-tile
+    /// to `acc[s]`. For fragments that are not costly, and for short rings: in both cases a warp has one tile of rows.
     ///
     /// # Safety
     /// The part's turns before this one were taken, and nothing of this one was loaded.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn turn(
         &self,
         p: &DecodeStep,
@@ -480,7 +485,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            // The chunks of a turn may be more than a short ring has stages. No function: that has other machine code.
+            // In two steps, since the chunks of a turn may be more than a short ring has stages. A macro, since a
+            // function gives other machine code.
             macro_rules! ahead {
                 ($n:expr) => {
                     if SHORT { ring.ahead($n / 2).ahead($n - $n / 2) } else { ring.ahead($n) }
@@ -489,9 +495,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             let mine = part.mine;
             let (chunk_of, ends) =
                 if SHORT { (turn % F::CHUNKS, Self::ends_stage(turn, part.problem.depth)) } else { (0, true) };
-            // Found again for each turn: conditions kept over all turns crowd out others.
+            // Computed anew in each turn: conditions that are kept over all turns would take registers from others.
             let own = self.n_tiles(thread::opaque(mine));
-            // Two N-tiles at a time, where there are: of a split-K partial of GEMMs each waits for the one before it.
+            // Two N-tiles at a time where possible: each MMA of an accumulator waits for the one before it.
             unroll!(P < (2 * TILES) of 4; {
                 let s = 2 * P;
                 let chunk = ahead!(self.n_tile(s as u32));

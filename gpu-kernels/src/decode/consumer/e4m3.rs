@@ -1,16 +1,17 @@
-//! Products of weights and activations in e4m3, whose order [`crate::e4m3`] tells.
+//! GEMMs of weights and activations in e4m3. [`crate::e4m3`] tells the order of the sums.
 //!
-//! `wgmma` takes 64 rows of A: here 16 features of four slices, 128 inputs each, which follow each other in a stage.
-//! B's columns are the same four slices of each row. So of the products a quarter is wanted: a warpgroup's warp `w` has
-//! those of slice `w`, and then, of the next four, of slice `w + 4`. These inner sums are combined in shared memory,
-//! where a lane adds those of an output from first to last. The two warpgroups take every other N-tile.
+//! `wgmma` takes 64 rows of A: here an N-tile's 16 features of four slices, of 128 inputs each, which follow each other
+//! in a stage. B's columns are the same four slices of each row of activations. Only the products of a slice with
+//! itself are wanted, a quarter of all: warp `w` of a warpgroup has those of slice `w`, and then, of the next four
+//! slices, those of slice `w + 4`. These inner sums meet in shared memory, where one lane adds those of an output from
+//! first to last. Each of the two warpgroups takes every other N-tile.
 //!
 //! How activations become codes, and where these lie, differs for [several rows](several_rows) and [one](one_row).
 //!
 //! # Safety
 //! `p` is the parameter block of a launch whose layers are in e4m3. All lanes of the consumers' two warpgroups call
-//! what is unsafe here, in the same order, since they synchronise; with `N` = 8 of a step of one row, and else of at
-//! most `N / 4`. `part` is a part of a matrix of a layer, not of the head. Scratch memory is the consumers' alone. The
+//! what is unsafe here, in the same order, since they synchronise. With `N` = 8 the step has one row, otherwise at most
+//! `N / 4`. `part` is a part of a matrix of a layer, not of the head. Scratch memory is the consumers' alone. The
 //! tensor core reads codes there once they were written and fenced, and the consumers have synchronised since.
 
 mod one_row;
@@ -18,7 +19,7 @@ mod several_rows;
 
 use cuda_std::shared::{self, Shared};
 use cuda_std::wgmma::{self, Cores};
-use cuda_std::{Global, math, thread, warp};
+use cuda_std::{Global, device, math, thread, warp};
 
 use super::{Addend, Consumer, Part, Products};
 use crate::decode::{DecodeStep, Matrix, WARPS};
@@ -33,21 +34,21 @@ const HALF: u32 = WARPS / 2 * 32;
 /// Most N-tiles of a warpgroup.
 const OWN: usize = N_TILES as usize / 2;
 
-/// The weights' scales of a turn: `[n_tile][lower and upper features][slice]`, a lane of a warpgroup's each.
+/// Scales of the weights in a turn, `[n_tile][lower and upper features][slice]`: one for each lane of a warpgroup.
 const WEIGHT_SCALES: u32 = N_TILES * 2 * SLICES;
 const _: () = assert!(WEIGHT_SCALES == HALF);
 
-/// In e4m3.
+/// Products of codes in e4m3.
 pub struct OfCodes;
 
 impl<H: WeightFormat> Products<E4m3<H>> for OfCodes {
-    #[inline(always)]
+    #[device]
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part) {
         // SAFETY: the caller's word.
         unsafe { consumer.e4m3_of_one(part) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,
@@ -55,7 +56,7 @@ impl<H: WeightFormat> Products<E4m3<H>> for OfCodes {
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            // One tile is of one row alone, which does not come here.
+            // Kernels with one tile of rows run steps of one row, which do not come here.
             if TILES > 1 {
                 consumer.e4m3_of_some::<TILES, 64>(part, old);
             }
@@ -63,25 +64,25 @@ impl<H: WeightFormat> Products<E4m3<H>> for OfCodes {
     }
 }
 
-/// Rows that `N` columns are of.
+/// Rows of activations that `n` columns are made of.
 const fn rows(n: u32) -> u32 {
     if n == 8 { 1 } else { n / 4 }
 }
 
-/// The larger of two magnitudes of each half, bf16 as whole numbers.
-#[inline(always)]
+/// The largest of `largest` and the magnitudes of a word's two bf16, compared as whole numbers.
+#[device]
 fn larger(largest: u32, word: u32) -> u32 {
     largest.max(word & 0x7fff).max(word >> 16 & 0x7fff)
 }
 
-/// Four codes: those of a pair of elements, and of another.
-#[inline(always)]
+/// Four codes, of the pair of bf16 in `low` and the pair in `high`, each multiplied by `inverse` before it is rounded.
+#[device]
 fn codes(low: u32, high: u32, inverse: f32) -> u32 {
     let ([a, b], [c, d]) = (math::unpack_bf16(low), math::unpack_bf16(high));
     math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse])
 }
 
-/// What the block has of a turn's input.
+/// What the block has staged for a turn: its input, and the weights' scales.
 #[derive(Clone, Copy)]
 struct Staged {
     /// The columns' codes.
@@ -93,11 +94,11 @@ struct Staged {
 }
 
 impl Staged {
-    /// The next turn's, of one row.
+    /// What is staged for the next turn, in a step of one row.
     ///
     /// # Safety
     /// Another turn was staged behind this one, or nothing is read there.
-    #[inline(always)]
+    #[device]
     unsafe fn next(self) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -113,9 +114,9 @@ impl Staged {
 /// A warpgroup's part of a matrix.
 #[derive(Clone, Copy)]
 struct Warpgroup<const N: u32> {
-    /// Which of the two it is.
+    /// Which of the two warpgroups it is.
     half: u32,
-    /// A lane's number in it.
+    /// The lane's number in the warpgroup.
     lane: u32,
     /// Where inner sums are combined.
     sums: Shared<f32>,
@@ -128,11 +129,11 @@ struct Warpgroup<const N: u32> {
 }
 
 impl<const N: u32> Warpgroup<N> {
-    /// That of this thread.
+    /// The part of this thread's warpgroup.
     ///
     /// # Safety
     /// `index` is a layer's matrix; the step has `count` rows, 1 if `N` is 8.
-    #[inline(always)]
+    #[device]
     unsafe fn new(p: &DecodeStep, index: u32, count: u32) -> Self {
         let thread = thread::opaque(thread::thread_idx_x());
         let half = thread / HALF;
@@ -150,23 +151,23 @@ impl<const N: u32> Warpgroup<N> {
     }
 
     /// The warpgroup's lanes synchronise.
-    #[inline(always)]
+    #[device]
     fn sync(&self) {
         thread::sync_named(8 + self.half, HALF);
     }
 
-    /// How many of the block's N-tiles are its.
-    #[inline(always)]
+    /// How many of the block's `mine` N-tiles are the warpgroup's.
+    #[device]
     const fn n_tiles(&self, mine: u32) -> u32 {
         (mine + 1 - self.half) / 2
     }
 
-    /// One of the weights' scales that a block's N-tiles have in a turn, of [`WEIGHT_SCALES`] a lane's; zero beyond the
-    /// last group and N-tile.
+    /// The lane's one of the [`WEIGHT_SCALES`] that the block's N-tiles have in a turn; zero beyond the last group or
+    /// N-tile.
     ///
     /// # Safety
     /// `part` is of the warpgroup's matrix.
-    #[inline(always)]
+    #[device]
     unsafe fn weight_scale(&self, part: &Part, turn: u32) -> f32 {
         let i = self.lane;
         let (n_tile, upper, group) = (i / (2 * SLICES), i / SLICES % 2, turn * SLICES + i % SLICES);
@@ -178,22 +179,22 @@ impl<const N: u32> Warpgroup<N> {
         unsafe { self.scales.load_nc((block * 4 + upper) as usize) }
     }
 
-    /// The products of a stage's chunk with a turn's columns: releases the stage, and leaves the inner sums where the
+    /// Multiplies a stage's chunk by a turn's columns, releases the stage, and leaves the inner sums where the
     /// warpgroup finds them.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it. The stage has, or will have, an N-tile of the warpgroup's, which is yet to
     /// be multiplied; `columns` are its turn's codes, complete and fenced.
-    #[inline(always)]
+    #[device]
     unsafe fn multiply(&self, stage: &Ring, columns: Shared<u8>) {
         // SAFETY: the caller's word.
         unsafe {
-            // From a shuffle the assembler knows that a warp's lanes agree, as descriptors need it.
+            // From a shuffle, so that the assembler knows that a warp's lanes agree on them: descriptors need that.
             let (stage, columns) = (stage.of_lane(0), Shared::<u8>::from_raw(warp::shuffle_idx(columns.addr(), 0)));
             stage.wait_full();
             let (weights, columns) = (Cores::at(stage.stage_buffer()), Cores::at(columns));
             Self::four_slices(weights, columns);
-            // All have added what the chunk before left.
+            // Waits until all lanes have added what the chunk before left.
             self.sync();
             self.put_inner_sums(0);
             let second = if N == 8 { one_row::SECOND } else { N / 8 * 1024 };
@@ -205,12 +206,12 @@ impl<const N: u32> Warpgroup<N> {
         }
     }
 
-    /// Those of four slices, and waits for them.
+    /// Multiplies four slices, and waits for the products.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it. Both operands are complete in shared memory, and nobody writes them before
     /// it returns.
-    #[inline(always)]
+    #[device]
     unsafe fn four_slices(weights: Cores, columns: Cores) {
         // SAFETY: the caller's word.
         unsafe {
@@ -227,19 +228,19 @@ impl<const N: u32> Warpgroup<N> {
         }
     }
 
-    /// Leaves the inner sums of this warp's slice of the four from `first` on.
+    /// Leaves the inner sums of this warp's slice, one of the four from `first` on, in shared memory.
     ///
     /// # Safety
     /// The accumulators have the products of the four slices from `first`, 0 or 4, on. All lanes of the warpgroup have
     /// [added](Self::added) what lay there.
-    #[inline(always)]
+    #[device]
     unsafe fn put_inner_sums(&self, first: u32) {
         let (warp_id, g, t) = (self.lane / 32, self.lane % 32 / 4, self.lane % 4);
-        // Of the two columns that a lane has side by side, one is of this warp's slice, or none is.
+        // A lane has two columns side by side. One of them is of this warp's slice, or none is.
         let (odd, wanted) = (warp_id % 2 == 1, t % 2 == warp_id / 2);
         unroll!(J < (N as usize / 8) of 8; {
             let row = 2 * J as u32 + t / 2;
-            // Not behind a condition, where the assembler would run products one after another.
+            // Without a condition, behind which the assembler would run the products one after another.
             let found = if N == 8 {
                 let [a, b] = [wgmma::get::<{ 64 + 4 * J }>(), wgmma::get::<{ 65 + 4 * J }>()];
                 [a, b, wgmma::get::<{ 66 + 4 * J }>(), wgmma::get::<{ 67 + 4 * J }>()]
@@ -260,13 +261,13 @@ impl<const N: u32> Warpgroup<N> {
         });
     }
 
-    /// A lane's outputs, of its row and the eighth after it, with a chunk's inner sums added, by the scales of the turn
-    /// and the N-tile.
+    /// Adds a chunk's inner sums, multiplied by the scales of the turn and the N-tile, to a lane's outputs: the first
+    /// is of the lane's row, the second of the eighth row after it.
     ///
     /// # Safety
     /// All inner sums of the N-tile's chunk are there, and the warpgroup has synchronised since. `n_tile` is below the
     /// block's.
-    #[inline(always)]
+    #[device]
     unsafe fn added(&self, staged: &Staged, n_tile: u32, mut totals: [f32; 2]) -> [f32; 2] {
         let lane = self.lane;
         // SAFETY: the caller's word.
@@ -288,14 +289,14 @@ impl<const N: u32> Warpgroup<N> {
         totals
     }
 
-    /// The chunks of so many turns, which are in the ring's next stages, for all of the warpgroup's N-tiles. A lane has
-    /// the outputs of each.
+    /// Multiplies the chunks of `turns` turns, which are in the ring's next stages, for all of the warpgroup's N-tiles.
+    /// `totals` has a lane's outputs of each N-tile.
     ///
     /// # Safety
     /// All lanes of the warpgroup call it. `staged` has the first of the turns, which others follow if the step has one
     /// row; all consumers have synchronised since it was written. The ring is where the first turn's chunks begin, of
     /// which a turn has `mine`.
-    #[inline(always)]
+    #[device]
     unsafe fn turns(
         &self,
         (ring, mine, turns): (&mut Ring, u32, u32),
@@ -331,12 +332,12 @@ impl<const N: u32> Warpgroup<N> {
         }
     }
 
-    /// Adds what all left to the first outputs, and brings those of the next of `own` N-tiles to the front: after all
-    /// of them each is where it was.
+    /// Adds the inner sums that all warps left to the first N-tile's outputs. Then it rotates the outputs of the `own`
+    /// N-tiles, so that the next N-tile's come to the front. After `own` calls each is where it was.
     ///
     /// # Safety
     /// As for [`added`](Self::added), but that the warpgroup synchronises here. `own` is how many N-tiles it has.
-    #[inline(always)]
+    #[device]
     unsafe fn add(&self, staged: &Staged, n_tile: u32, own: u32, totals: &mut [[f32; 2]; OWN]) {
         self.sync();
         // SAFETY: the caller's word.
@@ -350,14 +351,14 @@ impl<const N: u32> Warpgroup<N> {
 
 impl Part {
     /// Which N-tile of the matrix is the block's `i`-th.
-    #[inline(always)]
+    #[device]
     fn n_tile(&self, i: u32) -> u32 {
         self.first_n_tile + self.place + i * thread::grid_dim_x()
     }
 }
 
 /// Where the scales of the matrix at `index` begin.
-#[inline(always)]
+#[device]
 fn scales_at(p: &DecodeStep, index: u32) -> usize {
     let len = |matrix: Matrix| {
         let (n_tiles, k) = p.shape(matrix);

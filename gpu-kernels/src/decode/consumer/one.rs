@@ -2,14 +2,14 @@
 //!
 //! # Safety
 //! `p` is the parameter block of a step of one row. All lanes of the eight consumer warps call what is unsafe here, in
-//! the same order, since they synchronise; [`factors`] is for one other warp of the block, which synchronises with
-//! them once for each norm. Scratch memory is free when a product begins, and the consumers synchronise before they
-//! write what others may still read there. Words are those of the step: all that it waits for, blocks put that run
-//! beside this one, or a launch before.
+//! the same order, since they synchronise; [`factors`] is for one other warp of the block, which synchronises with them
+//! once for each norm. Scratch memory is free when a product begins, and the consumers synchronise before they write
+//! what others may still read there. Words are those of the step: each word that is waited for is put by a block that
+//! runs beside this one, or was put by a launch before.
 
 use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
-use cuda_std::{mma, thread, warp};
+use cuda_std::{device, mma, thread, warp};
 
 use super::duty::{Columns, Duty, columns_of, release};
 use super::{Addend, Consumer, Output, Part, sync};
@@ -23,41 +23,43 @@ use crate::weights::{FragmentFormat, WeightFragments};
 
 /// Bytes of the partial sums of a wave, `[n_tile][k_partial][feature]`.
 const ONE_PARTIAL: u32 = N_TILES * K_PARTIALS * N_TILE * 4;
-/// Behind them: what a warp has of a product's input at a time, [`ASKED`] slices of 64 elements.
+/// Behind the partial sums: the slices of a product's input that each warp has at a time, [`ASKED`] slices of 64
+/// elements.
 const STAGED: u32 = SCRATCH + ONE_PARTIAL;
 const ASKED: usize = 8;
-/// Bytes of a warp's slices there, `[warp][slice][element]`.
+/// Bytes of one warp's slices there, `[warp][slice][element]`.
 const STAGED_BYTES: u32 = ASKED as u32 * SLICE * 2;
 /// Bytes of scratch memory for one row.
 pub const ONE_BYTES: u32 = STAGED - SCRATCH + WARPS * STAGED_BYTES;
 
-/// Where the factor of a matrix's norm lies. Two take turns: the next one comes while this one is read.
-#[inline(always)]
+/// Where the factor of a matrix's norm lies. Two places take turns: the next factor comes while this one is read.
+#[device]
 pub(super) fn factor_place(matrix: Matrix) -> usize {
     (matrix == Matrix::GateUp).into()
 }
 
-/// Chunks whose weights a lane has room for: all of its N-tiles', where they are so few.
+/// Chunks whose weights a warp can hold in registers. If it has no more of them in a part, it loads all at once.
 const HELD: usize = 4;
 
 /// The consumers synchronise with the warp that finds the factor of a norm.
-#[inline(always)]
+#[device]
 pub(super) fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
 impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     /// The two warps of a split-K partial synchronise.
-    #[inline(always)]
+    #[device]
     fn sync(&self) {
         thread::sync_named(4 + self.k_split(), WARPS / K_PARTIALS * 32);
     }
 
-    /// Puts the words of a warp's slices, from the first turn on, where its split-K partial's warps find them.
+    /// Puts the words of a warp's slices, from the first turn on, into shared memory, where both warps of its split-K
+    /// partial find them.
     ///
     /// # Safety
     /// Both warps of the split-K partial call it, and have read what they staged before.
-    #[inline(always)]
+    #[device]
     unsafe fn stage<const N: usize>(&self, words: &[Word; N]) {
         // SAFETY: the caller's word.
         unsafe {
@@ -73,20 +75,20 @@ impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     /// first turn on.
     ///
     /// # Safety
-    /// Read it once both warps of the split-K partial have [staged](Self::stage) their words, for turns that these are
-    /// of.
-    #[inline(always)]
+    /// It is read only once both warps of the split-K partial have [staged](Self::stage) their words, and for turns
+    /// that these are of.
+    #[device]
     unsafe fn staged(&self) -> Shared<u32> {
         // SAFETY: the caller's word.
         unsafe { shared::dynamic(STAGED + self.k_split() * STAGED_BYTES + self.lane % 4 * 16) }
     }
 
-    /// The products of `OWN` N-tiles, whose `chunks` chunks' weights are in registers, with the input from `from` on.
+    /// Multiplies `OWN` N-tiles, whose weights are in registers, `chunks` chunks, with the input from `from` on.
     ///
     /// # Safety
     /// The warp holds the weights of `chunks` chunks, turn by turn of `OWN` N-tiles each; `from` is
     /// [where](Self::staged) the input of the first turn is.
-    #[inline(always)]
+    #[device]
     unsafe fn held<const OWN: usize>(
         acc: &mut [[f32; 4]; N_TILES as usize],
         weights: &[WeightFragments; HELD],
@@ -109,35 +111,35 @@ impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     }
 }
 
-/// A lane's fragments of a turn's input, of which `from` is where its part of the first slice lies.
+/// A lane's fragments of a turn's input. `from` is where the lane's part of the first slice lies.
 ///
 /// # Safety
 /// Both warps of the split-K partial have staged the turn, whose part for this lane is at `from`.
-#[inline(always)]
+#[device]
 unsafe fn columns(from: Shared<u32>) -> Columns {
-    // Half a chunk on is what the split-K partial's other warp staged.
+    // The second slice, half a chunk on, was staged by the other warp of the split-K partial.
     let next = (K_PARTIALS * STAGED_BYTES / 4) as usize;
     // SAFETY: the caller's word.
     unsafe { [[from.load16(0), from.load16(16)], [from.load16(next), from.load16(next + 16)]] }
 }
 
-/// Where who finds a norm's factor hears that it is wanted: earlier it would only slow down those who have yet to put
-/// out what it is made of.
+/// The barrier at which the warp that finds a norm's factor waits until the factor is wanted. If it asked for the
+/// squares earlier, it would slow down those who have yet to put them out.
 ///
 /// # Safety
 /// It is used once the block has synchronised, which makes the barrier.
-#[inline(always)]
+#[device]
 unsafe fn wanted() -> Barrier {
     // SAFETY: the block's place for it.
     unsafe { Barrier::at(shared::dynamic(FACTOR_WANTED)) }
 }
 
-/// Wants the factor of a norm.
+/// Tells the warp that finds factors that a norm's factor is wanted.
 ///
 /// # Safety
 /// All consumers call it, once for each norm, and [synchronise](sync_with_factor) with the warp that finds the factor
 /// before they do so again.
-#[inline(always)]
+#[device]
 pub(super) unsafe fn want_factor() {
     if thread::opaque(thread::thread_idx_x()) == 0 {
         // SAFETY: the caller's word.
@@ -145,13 +147,13 @@ pub(super) unsafe fn want_factor() {
     }
 }
 
-/// What another warp of the block does for the products of one row: it finds the factor of each norm, of a step with
-/// this first sequence flag.
+/// What the warp that finds factors does in a step of one row: it finds the factor of each norm. `flag` is the step's
+/// first sequence flag.
 ///
 /// # Safety
 /// All lanes of one warp beside the consumers call it, once, when the block has synchronised. `flag` is the
 /// [first](crate::exchange::Exchange::first_flag) of the step.
-#[inline(always)]
+#[device]
 pub unsafe fn factors(p: &DecodeStep, flag: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -177,11 +179,11 @@ pub unsafe fn factors(p: &DecodeStep, flag: u32) {
 ///
 /// # Safety
 /// All lanes of a warp call it. `squares` are the words of a row's squares, which are put in this step.
-#[inline(always)]
+#[device]
 unsafe fn factor(p: &DecodeStep, squares: &Words, lane: u32) -> f32 {
     // SAFETY: the caller's word.
     unsafe {
-        // Lane `l` comes to have the spans `l % 8 · 4 + l / 8`.
+        // In the end lane `l` has the spans that are `l % 8 · 4 + l / 8` modulo 32.
         let (mut sum, mut i) = (0.0, lane);
         while i - lane < squares.len {
             let place = |k: usize| i + 32 * k as u32;
@@ -205,13 +207,13 @@ unsafe fn factor(p: &DecodeStep, squares: &Words, lane: u32) -> f32 {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// [`gemm`](Self::gemm) of one row: a warp asks for a slice of each turn's input as words, eight a lane at a
-    /// time, and puts what came into shared memory, where each lane of a split-K partial's two warps finds its
-    /// fragments. What does not need them is done while they come.
+    /// [`gemm`](Self::gemm) of one row. A warp asks for a slice of each turn's input as words, eight a lane at a time.
+    /// It puts the words that came into shared memory, where each lane of the split-K partial's two warps finds its
+    /// fragments. While words come, it does what does not need them.
     ///
     /// # Safety
     /// As for [`of_one`](super::Products::of_one).
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn gemm_of_one<F: FragmentFormat>(&mut self, mut part: Part) {
         // SAFETY: the caller's word.
         unsafe {
@@ -221,14 +223,15 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let (g, t) = (lane / 4, lane % 4);
             let scale = F::scale(p, part.index);
             let input = part.problem.input(self.flag + part.index);
-            // From this lane's first word on, those of the turns; what lies beyond a row's end is multiplied by zero.
+            // The place of this lane's word of a turn, from its first word on. What lies beyond a row's end is
+            // multiplied by zero.
             let place = |turn: usize| turn as u32 * (CHUNK_FEATURES / 2);
             let mut ring = self.ring;
             loop {
                 let normed = part.problem.is_normed && part.first_n_tile == 0;
                 if part.mine > 0 {
                     self.begin_part();
-                    // New to the compiler, which would keep these addresses from wave to wave.
+                    // Opaque to the compiler, which would keep these addresses in registers from wave to wave.
                     let mut own_words = input.from(thread::opaque(warp_id * (SLICE / 2) + lane));
                     let mut words = own_words.ask_for::<ASKED>(place);
                     if normed {
@@ -237,9 +240,9 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     let first = self.first_of_one(&part);
                     let mut acc = [[0f32; 4]; N_TILES as usize];
                     let own = duty.n_tiles(part.mine);
-                    // Both halves go the same way: they synchronise alike.
+                    // Both halves of the block take the same branch, since they have to synchronise alike.
                     if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.problem.depth <= HELD as u32 {
-                        // All weights come to registers while the words are waited for.
+                        // All weights are loaded into registers while the words come.
                         let chunks = own * part.problem.depth;
                         let chunk = |i: u32| {
                             let (turn, s) = if own == 2 { (i / 2, i % 2) } else { (i, 0) };
@@ -251,11 +254,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                                 weights[H] = duty.load(p, &chunk(H as u32), 0);
                             }
                         });
-                        // Two lanes a chunk.
+                        // Two lanes release each chunk.
                         let arrives = lane / 2 < chunks;
                         release(chunk(if arrives { lane / 2 } else { 0 }), arrives);
                         ring = ring.ahead(part.mine * part.problem.depth);
-                        // There are no more turns than that.
+                        // There are at most four turns.
                         let mut words = [words[0], words[1], words[2], words[3]];
                         own_words.settle(&mut words, place);
                         self.mark(Mark::GridBarrier);
@@ -275,8 +278,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                                     self.mark(Mark::GridBarrier);
                                 }
                             } else {
-                                // Both warps have read their fragments before others come there. (Of a product before
-                                // this one all have: they synchronised behind it.)
+                                // Both warps have to read their fragments before new ones are put there. (Those of an
+                                // earlier product all warps have read: they have synchronised since.)
                                 duty.sync();
                             }
                             duty.stage(&words);
@@ -300,7 +303,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             turn = end;
                         }
                     }
-                    // Of the columns the first is the row.
+                    // The first column is the row; the others are not used.
                     let partial = shared::dynamic::<f32>(SCRATCH);
                     if t == 0 {
                         unroll!(S < 4; {
@@ -329,18 +332,18 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Waits for the warps that have the block's last outputs to put out. Until then the others' questions would be in
-    /// vain, and slow down the grid; and behind it nobody reads partial sums any more.
-    #[inline(always)]
+    /// Waits for the warps that still put out the block's last outputs. Until then, polling by the other warps would be
+    /// in vain, and slow down the grid. Afterwards nobody reads partial sums any more.
+    #[device]
     pub(super) fn begin_part(&self) {
         sync();
     }
 
-    /// What a block does that has no part in a GEMM.
+    /// What a block without an N-tile in this wave does.
     ///
     /// # Safety
     /// The block has no part in the wave, whose input `input` is.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn pass_by(&self, input: &Words, normed: bool) {
         // SAFETY: the caller's word.
         unsafe {
@@ -348,17 +351,18 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 want_factor();
                 sync_with_factor();
             }
-            // Asking for what comes after it, again and again, would slow down those who have a part in it.
+            // Waits here: polling for what comes after this GEMM would slow down the blocks that have a part in it.
             input.expect();
         }
     }
 
-    /// Adds `PARTIALS` sums of each output of a part, `[n_tile][partial][feature]`, and puts them where they belong.
+    /// Adds the `PARTIALS` partial sums of each output of a part, `[n_tile][partial][feature]`, and puts the outputs
+    /// where they belong.
     ///
     /// # Safety
     /// `partial` has all sums of the part, and the consumers have synchronised since: with the warp that finds the
     /// factor, where the matrix's input has a norm. `output` and `old` are this lane's [first](Self::first_of_one).
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn put_sums_of_one<const PARTIALS: usize>(
         &self,
         part: &Part,
@@ -368,7 +372,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ) {
         // SAFETY: the caller's word.
         unsafe {
-            // A warp stays together: it holds two N-tiles of the residual.
+            // A warp stays together: it holds two N-tiles of the residual, whose squares it adds by shuffles.
             if warp::any(output.valid) {
                 let within = if part.matrix == Matrix::GateUp { N_TILE / 2 - 1 } else { N_TILE - 1 };
                 let sum = |feature: u32| {
@@ -385,10 +389,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// This lane's output of a part of one row, and what it is combined with.
-    #[inline(always)]
+    /// This lane's output of a part of one row, and what it is added to.
+    #[device]
     pub(super) unsafe fn first_of_one(&self, part: &Part) -> (Output, Addend) {
-        // Not by a choice of two, which the compiler would look up in memory.
+        // By arithmetic: a choice of two numbers the compiler would look up in memory.
         let width_log2 = N_TILE.ilog2() - u32::from(part.matrix == Matrix::GateUp);
         let e = thread::opaque(thread::thread_idx_x());
         let valid = e < part.mine << width_log2;

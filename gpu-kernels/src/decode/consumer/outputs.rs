@@ -1,13 +1,13 @@
 //! The epilogues of the decode kernel's GEMMs.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, and neighbouring lanes
-//! with neighbouring outputs of the same part: those of an N-tile exchange what they have. Each output is one lane's in
-//! the whole grid. What it is added to, others have written and shown before, and nobody but that lane writes it in
-//! this matrix.
+//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, neighbouring lanes with
+//! neighbouring outputs of the same part, since the lanes of an N-tile exchange values. Each output is one lane's in
+//! the whole grid. Others have written and shown before what an output is added to, and nobody but that lane writes it
+//! in this matrix.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{bf16, math, shared, thread, warp};
+use cuda_std::{bf16, device, math, shared, thread, warp};
 
 use super::super::{BEST, FACTORS, Matrix, WARPS};
 use super::{Consumer, Part, one};
@@ -26,14 +26,14 @@ pub struct Outputs {
     pub width_log2: u32,
     rows: Divisor,
     pub total: u32,
-    /// The first N-tile's place in its matrix; the others follow `grid` apart.
+    /// The first N-tile's place in its matrix. The others follow, `grid` apart.
     place: u32,
     grid: u32,
 }
 
 impl Outputs {
-    /// The `e`-th.
-    #[inline(always)]
+    /// The `e`-th output.
+    #[device]
     pub fn at(&self, e: u32) -> Output {
         let valid = e < self.total;
         let rest = if valid { e >> self.width_log2 } else { 0 };
@@ -47,7 +47,7 @@ impl Outputs {
 #[derive(Clone, Copy, Default)]
 pub struct Addend {
     x: f32,
-    /// Instead of that, of one row.
+    /// In a step of one row: the residual's element as a word, instead of `x`.
     pub word: Word,
     pub weight: bf16,
 }
@@ -56,15 +56,15 @@ pub struct Addend {
 #[derive(Clone, Copy, Default)]
 pub struct Output {
     pub row: u32,
-    /// The N-tile, of the part's.
+    /// Which N-tile of the part it is in.
     pub n_tile: u32,
     pub feature: u32,
-    /// Whether there is one.
+    /// Whether there is such an output.
     pub valid: bool,
 }
 
-/// What this lane and the next one have, side by side: of use to even lanes.
-#[inline(always)]
+/// This lane's value and the next lane's in one word. Only even lanes have a use for it.
+#[device]
 fn pair_with_next(x: bf16) -> u32 {
     let x = u32::from(x.to_bits());
     x | warp::shuffle_xor(x, 1) << 16
@@ -72,17 +72,17 @@ fn pair_with_next(x: bf16) -> u32 {
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// The outputs of a part.
-    #[inline(always)]
+    #[device]
     pub(super) fn outputs(&self, part: &Part) -> Outputs {
-        // Not by a choice of two, which the compiler would look up in memory.
+        // By arithmetic: a choice of two numbers the compiler would look up in memory.
         let width_log2 = N_TILE.ilog2() - u32::from(part.matrix == Matrix::GateUp);
         let total = (part.mine * self.count) << width_log2;
         let place = part.first_n_tile + part.place;
         Outputs { width_log2, rows: self.rows, total, place, grid: self.grid }
     }
 
-    /// What this lane's first two outputs of a part are combined with.
-    #[inline(always)]
+    /// What this lane's first two outputs of a part are added to.
+    #[device]
     pub(super) unsafe fn first_addends(&self, part: &Part) -> [Addend; 2] {
         let (outputs, thread) = (self.outputs(part), thread::opaque(thread::thread_idx_x()));
         let [first, second] = [0, WARPS * 32].map(|i| outputs.at(thread + i));
@@ -90,8 +90,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         unsafe { [self.addend::<false>(part, &first), self.addend::<false>(part, &second)] }
     }
 
-    /// What an output is combined with, where it is added to the residual or has a bias.
-    #[inline(always)]
+    /// What an output is added to: an element of the residual, or a bias. Other outputs are added to nothing.
+    #[device]
     pub(super) unsafe fn addend<const ONE: bool>(&self, part: &Part, output: &Output) -> Addend {
         // SAFETY: the caller's word.
         unsafe {
@@ -124,18 +124,18 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts out an element of the residual, as [`Residual::put`](crate::norm::Residual::put) does, in words: `stage`
-    /// matrices have done so, or begun to.
+    /// Puts out an element of the residual as words, as [`Residual::put`](crate::norm::Residual::put) does in memory.
+    /// `stage` is the index of the matrix that takes the words in.
     ///
     /// # Safety
-    /// `element` is the lane's number modulo 16, plus a multiple of 16, also where it is not `valid`. If it is, it is
-    /// below the hidden size, and no other lane puts it for this `stage`.
-    #[inline(always)]
+    /// `element` is the lane's number modulo 16, plus a multiple of 16, even if it is not `valid`. If it is valid, it
+    /// is below the hidden size, and no other lane puts it for this `stage`.
+    #[device]
     pub(super) unsafe fn put_words(&self, stage: u32, element: u32, weight: bf16, x: f32, valid: bool) {
         // SAFETY: the caller's word.
         unsafe {
-            // Lanes exchange what they have before any has a condition: behind one the assembler has them do it apart.
-            // What the weight is, is asked here: earlier the warp would wait for it.
+            // Lanes exchange values before any condition: behind one, the assembler would have them do it apart. The
+            // weight is used only from here on: earlier the warp would wait for it.
             let weight = bf16::from_bits(thread::opaque(weight.to_bits().into()) as u16);
             let scaled = pair_with_next(math::to_bf16(x * math::from_bf16(weight)));
             let squares = n_tile_squares(x);
@@ -151,12 +151,12 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts one output where it belongs; `up` is the sum of the up feature beside a gate's.
+    /// Puts one output where it belongs. `up` gives the sum of the up feature that goes with a gate.
     ///
     /// # Safety
     /// `sum` is complete, and `up` gives that of the output's partner. The factors of the part's rows are in shared
     /// memory, and the consumers have synchronised since. `old` is the output's [addend](Self::addend).
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn put<const ONE: bool>(
         &self,
         part: &Part,
@@ -177,7 +177,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     Matrix::Head => self.put_logit(output, sum * factor()),
                 };
             }
-            // One after the other: to jump to a place that is looked up takes a warp longer, and others wait for it.
+            // Branches one after the other: a jump table would take a warp longer, and others wait for it.
             if part.matrix.is_added() {
                 self.put_residual::<ONE>(part, output, sum, old);
             } else if part.matrix == Matrix::GateUp {
@@ -191,7 +191,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Puts out an element of the queries, keys and values.
-    #[inline(always)]
+    #[device]
     unsafe fn put_head<const ONE: bool>(&self, part: &Part, &Output { row, feature, valid, .. }: &Output, x: f32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -204,8 +204,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Adds to an element of the residual.
-    #[inline(always)]
+    /// Adds a sum to an element of the residual, and puts out the result.
+    #[device]
     unsafe fn put_residual<const ONE: bool>(&self, part: &Part, output: &Output, sum: f32, old: Addend) {
         // SAFETY: the caller's word.
         unsafe {
@@ -234,8 +234,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts out an activation of a gate and an up.
-    #[inline(always)]
+    /// Puts out the activation of a gate and its up.
+    #[device]
     unsafe fn put_activation<const ONE: bool>(&self, part: &Part, output: &Output, both: impl Fn() -> [f32; 2]) {
         let product = || {
             let [gate, up] = both();
@@ -247,7 +247,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let &Output { row, feature, valid, .. } = output;
             let valid = valid && feature < p.intermediate;
             if ONE {
-                // As of the residual, before there is a condition.
+                // Lanes exchange values before any condition, as for the residual.
                 let product = product();
                 let word = pair_with_next(if valid { product } else { bf16::from_bits(0) });
                 if valid && feature.is_multiple_of(2) {
@@ -260,7 +260,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Puts out a logit.
-    #[inline(always)]
+    #[device]
     unsafe fn put_logit(&self, output: &Output, logit: f32) {
         // SAFETY: the caller's word.
         unsafe {

@@ -1,13 +1,13 @@
-//! GEMMs of fragments that are made when they are multiplied, of two N-tiles side by side: what one product waits for,
-//! the other N-tile's fills. A stage has several chunks, and a pair of N-tiles goes through its two stages before the
-//! next pair does: so few stages are held at a time, and the others are under way.
+//! GEMMs that make each fragment when they multiply it, for two N-tiles side by side: one N-tile's MMAs fill the waits
+//! of the other's. A stage has several chunks. A pair of N-tiles goes through its two stages before the next pair
+//! begins: so few stages are held at a time, and the others are under way.
 //!
 //! # Safety
 //! As for [`duty`](super::duty). The format is [multiplied by pairs](FragmentFormat::BY_PAIRS).
 
 use core::ops::Range;
 
-use cuda_std::{mma, thread};
+use cuda_std::{device, mma, thread};
 
 use super::Part;
 use super::duty::{Columns, Duty, Ready, columns_of};
@@ -18,15 +18,15 @@ use crate::weights::FragmentFormat;
 /// A warp's sums, as [`Duty`] has them.
 type Sums = [[f32; 4]; N_TILES as usize];
 
-/// The codes of two N-tiles; if there is only one, the second's are any.
+/// The codes of two N-tiles; if there is only one, the second's may be anything.
 type Pair<F> = [<F as FragmentFormat>::Chunk; 2];
 
 impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SHORT> {
-    /// The codes of a part's first pair, once they are there.
+    /// Waits for the stages of a part's first pair, and loads the codes of their first chunk.
     ///
     /// # Safety
     /// `ring` is where the part's first turn begins, of which the warp has `own` N-tiles, one at least.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn first_codes(&self, ring: &Ring, own: u32) -> Pair<F> {
         let stages = self.stages_of_pair(ring, 0, own);
         // SAFETY: the caller's word.
@@ -36,11 +36,11 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// [`costly`](Self::costly), of such a format.
+    /// [`costly`](Self::costly), for formats that are multiplied by pairs.
     ///
     /// # Safety
     /// As for [`costly`](Self::costly); `own` is the warp's N-tiles.
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn by_pairs(
         &self,
         p: &DecodeStep,
@@ -50,7 +50,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         mut columns: impl FnMut(u32) -> [Columns; TILES],
         ready: &mut Ready<F>,
     ) {
-        // A warp asks for stages up to five behind the last that it has seen full: see `Duty::load`.
+        // A warp waits for stages up to five after the last one that it has seen to be full. This bound keeps it from
+        // mistaking one fill of a stage for the next: see `Duty::load`.
         const {
             let most = F::UNDER_WAY * F::UNDER_WAY_OF_ONE[1];
             assert!(!F::BY_PAIRS || most + 5 <= STAGES * CHUNK_BYTES / F::STAGE_BYTES);
@@ -61,7 +62,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 0 => {
                     let mut turn = turns.start;
                     while turn < turns.end {
-                        // What comes beside them is done by all warps.
+                        // Called for what it does besides: all warps take part in that.
                         columns(turn);
                         turn += 1;
                     }
@@ -75,11 +76,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The same of one N-tile: while a chunk's fragments are multiplied, the next one's are made.
+    /// As [`by_pairs`](Self::by_pairs), for a single N-tile: it makes the next chunk's fragments while this chunk's are
+    /// multiplied.
     ///
     /// # Safety
     /// As for [`by_pairs`](Self::by_pairs), of one N-tile. `turns` begins with a stage.
-    #[inline(always)]
+    #[device]
     unsafe fn single(
         &self,
         p: &DecodeStep,
@@ -102,7 +104,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 let chunks = F::CHUNKS.min(depth - turn);
                 let (stage, then) = (ring.ahead(self.n_tile(0)), ring.ahead(part.mine));
                 let (next, is_last) = (then.ahead(self.n_tile(0)), turn + chunks == depth);
-                // No function, which would be called.
+                // A macro, since a function would be called.
                 macro_rules! step {
                     ($chunk:expr, $ends:expr) => {{
                         let (columns, weights) = (columns(turn + $chunk), ready.weights);
@@ -142,11 +144,11 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The same of `OWN` N-tiles, two at least.
+    /// As [`by_pairs`](Self::by_pairs), for `OWN` N-tiles, at least two.
     ///
     /// # Safety
     /// As for [`by_pairs`](Self::by_pairs). `turns` begins with a stage.
-    #[inline(always)]
+    #[device]
     unsafe fn pairs<const OWN: usize>(
         &self,
         acc: &mut Sums,
@@ -170,7 +172,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                         } else {
                             (self.stages_of_pair(&then, 0, OWN as u32), turn + chunks == depth)
                         };
-                        // Multiplies the pair whose codes are there, when the next one's are asked for.
+                        // Asks for the next codes, then multiplies the pair whose codes are there.
                         macro_rules! step {
                             ($chunk:expr, $ends:expr) => {{
                                 let (columns, here) = (columns(turn + $chunk), codes);
@@ -204,17 +206,18 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// The stages of its `s`-th N-tile and of the next one; if that is none of its `own`, the first's.
-    #[inline(always)]
+    /// The stages of the warp's `s`-th N-tile and of the next one. If the next is none of its `own`, the `s`-th's
+    /// twice.
+    #[device]
     fn stages_of_pair(&self, ring: &Ring, s: u32, own: u32) -> [Ring; 2] {
         [ring.ahead(self.n_tile(s)), ring.ahead(self.n_tile(if s + 1 < own { s + 1 } else { s }))]
     }
 
-    /// A chunk's codes of a pair, or of one N-tile alone.
+    /// The codes of a chunk, of a pair if `both`, or of its first N-tile alone.
     ///
     /// # Safety
     /// The stages are full, and the warp has not released them.
-    #[inline(always)]
+    #[device]
     unsafe fn load_pair(&self, stages: &[Ring; 2], chunk: u32, both: bool) -> Pair<F> {
         // SAFETY: the caller's word.
         let load = |stage: &Ring| unsafe { F::load_chunk((stage, chunk), self.k_split(), self.lane) };
@@ -222,8 +225,9 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         [first, if both { load(&stages[1]) } else { first }]
     }
 
-    /// Multiplies a pair's codes of a turn into the sums of its `S`-th N-tile and of the next, if that is one of `OWN`.
-    #[inline(always)]
+    /// Multiplies a pair's codes of a turn into the sums of the warp's `S`-th N-tile, and of the next if that is one of
+    /// `OWN`.
+    #[device]
     fn multiply_pair<const S: usize, const OWN: usize>(acc: &mut Sums, codes: &Pair<F>, columns: &[Columns; TILES]) {
         unroll!(I < 8; {
             unroll!(N < 2; {
@@ -238,12 +242,12 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         });
     }
 
-    /// Gives a pair's stages back, when all their chunks were multiplied.
+    /// Releases a pair's stages, once all their chunks are multiplied.
     ///
     /// # Safety
-    /// The stages are those of the `S`-th N-tile and of the next, if that is one of `OWN`; they were multiplied into
-    /// these sums, and are yet to be released.
-    #[inline(always)]
+    /// The stages are those of the `S`-th N-tile, and of the next if that is one of `OWN`. Their chunks were multiplied
+    /// into these sums, and they are yet to be released.
+    #[device]
     unsafe fn release_pair<const S: usize, const OWN: usize>(&self, acc: &Sums, stages: &[Ring; 2]) {
         let last = |n: usize| acc[(S + n + 1) * Self::OWN_TILES - 1][0];
         // SAFETY: the caller's word.

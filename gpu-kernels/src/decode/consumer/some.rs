@@ -5,7 +5,7 @@
 //! call what is unsafe here, in the same order, since they synchronise. The block has arrived with its part of the
 //! matrix's input, and so will all others. Scratch memory is free when a product begins, and when it ends.
 
-use cuda_std::{shared, thread};
+use cuda_std::{device, shared, thread};
 
 use super::duty::{Columns, Duty};
 use super::{Addend, Consumer, Part, sync};
@@ -16,24 +16,24 @@ use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::norm::Norm;
 use crate::weights::FragmentFormat;
 
-/// Where a partial sum lies among a split-K partial's `[row][feature]`: such that neither the stores of a tensor core's
-/// layout nor the loads of whole rows meet a bank of shared memory twice.
-#[inline(always)]
+/// Where a partial sum lies among a split-K partial's `[row][feature]`. There are no bank conflicts, neither when a
+/// tensor core's layout is stored nor when whole rows are loaded.
+#[device]
 pub(super) const fn slot(row: u32, feature: u32) -> u32 {
     (row ^ (row >> 1 & 1)) * N_TILE + (feature ^ ((row >> 2 & 1) * 8))
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// A GEMM over all its waves, of which this is the first, and what becomes of its outputs; `old` is what the first
-    /// of them are added to.
+    /// Runs a GEMM and its epilogue over all waves. `part` is the block's part of the first wave, and `old` is what its
+    /// first outputs are added to.
     ///
     /// # Safety
     /// As for [`of_some`](super::Products::of_some).
-    #[inline(always)]
+    #[device]
     pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.
         unsafe {
-            // What follows from these is found again for each matrix, not kept over all layers in registers.
+            // What follows from these is recomputed for each matrix: kept over all layers, it would take registers.
             let duty = Duty::<F, TILES, SHORT>::new();
             let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
@@ -45,13 +45,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let count = self.count;
             let first_slice = duty.k_split();
             let slices = k.div_ceil(SLICE);
-            // Columns without a row compute the last row again, which nobody reads.
+            // Columns without a row compute the last row again; nobody reads those results.
             let mut first_of_row = [0; TILES];
             unroll!(T < (Duty::<F, TILES, SHORT>::OWN_TILES) of 2; {
                 first_of_row[T] = row_at((duty.first_row() + 8 * T as u32 + g).min(count - 1)) + t * 8;
             });
-            // This warp's slices of its rows in a turn. They come a turn ahead: with more under way each takes longer.
-            // Beyond the end of a row weights are zero, and any of its elements will do: no load has a condition.
+            // Loads this warp's slices of its rows for a turn. It runs a turn ahead: with more under way, each load
+            // takes longer. Beyond the end of a row weights are zero, and any elements of the row will do. So no load
+            // has a condition.
             let fetch = |turn: u32| {
                 let mut b: [Columns; TILES] = [[[[0; 4]; 2]; 2]; TILES];
                 unroll!(C < 2; {
@@ -65,7 +66,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 b
             };
             let mut ring = self.ring;
-            // Weights are there before the other blocks are.
+            // The first weights do not wait for the other blocks.
             let mut ready = duty.begin(self.p, &ring, &part);
             self.wait();
             loop {
@@ -116,13 +117,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts a warp's rows' norm factors where all find them after the next barrier.
+    /// Puts the norm factors of a warp's rows where all find them after the next barrier.
     ///
     /// # Safety
-    /// All lanes of the warp call it, whose number is below the step's rows. `squares` are a lane's of the rows
-    /// `warp_id + 8 T`. Nobody reads the factors of the matrix before any more, and all synchronise before these are
-    /// read.
-    #[inline(always)]
+    /// All lanes of the warp call it, and the warp's number is below the step's rows. `squares` are a lane's parts of
+    /// the squares of rows `warp_id + 8 T`. Nobody reads the factors of the previous matrix any more, and all
+    /// synchronise before these are read.
+    #[device]
     pub(super) unsafe fn put_factors<const TILES: usize>(
         &self,
         norm: Norm,
@@ -141,11 +142,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Adds the split-K partials' sums, and puts them where they belong.
+    /// Adds the split-K partials, and puts the outputs where they belong.
     ///
     /// # Safety
     /// `acc` has the warp's sums of the part; `ahead` are the part's [first addends](Self::first_addends).
-    #[inline(always)]
+    #[device]
     unsafe fn epilogue<F: FragmentFormat, const TILES: usize>(
         &self,
         acc: &[[f32; 4]; N_TILES as usize],
@@ -158,7 +159,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             if part.mine == 0 {
                 return;
             }
-            // Found again: kept from before the GEMM, addresses would crowd out accumulators.
+            // Recomputed here: keeping the addresses live across the GEMM would take registers from the accumulators.
             let duty = Duty::<F, TILES, SHORT>::new();
             let lane = duty.lane;
             let (g, t) = (lane / 4, lane % 4);
@@ -183,13 +184,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Adds `PARTIALS` sums of each output, whose rows and features lie in [`slot`]s of so many words, and puts them
-    /// where they belong.
+    /// Adds the `PARTIALS` partial sums of each output, and puts the outputs where they belong. An output's sums are
+    /// `words` words apart, each at the [`slot`] of its row and feature.
     ///
     /// # Safety
-    /// What the warp has of the part's sums is in scratch memory: `PARTIALS` for each output, so many words apart. All
-    /// eight warps call it, and synchronise first.
-    #[inline(always)]
+    /// The warp has put its sums of the part into scratch memory: `PARTIALS` for each output, `words` words apart. All
+    /// eight warps call it; here they synchronise first.
+    #[device]
     pub(super) unsafe fn put_sums<const PARTIALS: usize>(
         &self,
         part: &Part,
@@ -207,7 +208,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let mut output = outputs.at(e);
             let mut old = ahead[0];
             sync();
-            // A warp stays together: it holds two N-tiles of the residual.
+            // A warp stays together: it holds two N-tiles of the residual, whose squares it adds by shuffles.
             while e - lane < outputs.total {
                 let sum = |feature: u32| {
                     let from =

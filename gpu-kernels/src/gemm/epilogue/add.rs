@@ -1,13 +1,17 @@
 //! Adds a tile's sums to the residual stream, and prepares the norm that comes next.
 //!
-//! A warp has 16 rows of the tile, and takes them eight at a time by [`SPAN`] features: a unit. It turns a unit's sums
-//! in its own part of shared memory, so that it loads and stores whole rows of 512 bytes, with no barrier across warps.
-//! A tile of 256 features has four units. If another tile follows, only the first is added at once; the others wait,
-//! one in shared memory and two in registers, and are added two rows a step of the next tile's GEMMs: all within its
-//! first split-K partial, since later there are totals in those registers. Of a block's last tile the residual stream
-//! of two units is there at once, that of the others is loaded into the registers of sums that were put away.
+//! A warp has 16 rows of the tile, and takes them in *units* of eight rows by [`SPAN`] features. It rearranges a unit's
+//! sums in its own part of shared memory. So it loads and stores whole rows of 512 bytes, and needs no barrier across
+//! warps.
 //!
-//! A unit's features are a [group](e4m3::GROUP): where the next GEMM multiplies codes, its rows become codes at once.
+//! A tile of 256 features has four units. If another tile follows, the warp adds only the first at once. Of the others,
+//! one waits in shared memory and two in registers. They are added beside the next tile's MMAs, two rows a step. All
+//! this ends within the next tile's first split-K partial, since later its totals take those registers. For a block's
+//! last tile, the residual stream of two units is loaded at once; that of the other two follows into the registers of
+//! sums that were put away.
+//!
+//! A unit's features are a [group](e4m3::GROUP) of e4m3: where the next GEMM multiplies codes, the unit's rows become
+//! codes at once.
 //!
 //! # Safety
 //! As for [all epilogues](super): `p` is the launch's parameter block, and its residual stream has room for whole tiles
@@ -16,20 +20,20 @@
 //! the unit that is added, and neither totals nor boxes.
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{thread, warp, wgmma};
+use cuda_std::{device, thread, warp, wgmma};
 
 use super::{Epilogue, Half, Next};
 use crate::e4m3;
 use crate::gemm::{Gemm, SPAN, TOTALS_BYTES};
 use crate::norm::{lane_element, lane_weights, scaled_lane};
 
-/// The residual stream, `IN_CODES` with the norm's input as [codes](Gemm::codes).
+/// Adds to the residual stream. With `IN_CODES` the norm's input is written as [codes](Gemm::codes).
 pub struct AddTo<const IN_CODES: bool>;
-/// The residual stream.
+/// Adds to the residual stream, and writes the norm's input in bf16.
 pub type Add = AddTo<false>;
 
-/// The lane and its warp in the block: a warp's rows are 16 of the tile's.
-#[inline(always)]
+/// The lane and its warp in the block: the warp has 16 rows of the tile.
+#[device]
 fn place_in_block() -> (u32, u32) {
     let thread = thread::opaque(thread::thread_idx_x());
     (thread % 32, thread / 32)
@@ -37,18 +41,18 @@ fn place_in_block() -> (u32, u32) {
 
 /// Rows of a warp.
 const WARP_ROWS: u32 = 16;
-/// Rows of a unit: of those of a warp, the upper or the lower half.
+/// Rows of a unit: the upper or the lower half of a warp's rows.
 const UNIT_ROWS: u32 = 8;
 /// Bytes of a row of a unit's sums.
 const ROW_BYTES: u32 = SPAN * 4;
 
-/// Four features of each row of a unit.
+/// The lane's four features of each row of a unit.
 type UnitRows = [[f32; 4]; 8];
 
-/// The lane's sums of a unit: 16 times two columns of a row.
+/// The lane's sums of a unit, as the accumulators hold them: two columns of one row in each of 16 groups of eight.
 type Sums = [[f32; 2]; 16];
 
-/// Where a unit is: its first row in the first warp, and its first feature.
+/// Where a unit is: its first row as the first warp has it, and its first feature.
 #[derive(Clone, Copy)]
 struct Unit {
     row: u32,
@@ -56,33 +60,34 @@ struct Unit {
 }
 
 impl Unit {
-    /// The unit of a tile whose first row and feature are `row` and `column`.
-    #[inline(always)]
+    /// The unit of a tile whose first row and feature are `row` and `column`: `span` numbers its features, `half` its
+    /// rows.
+    #[device]
     const fn of((row, column): (u32, u32), span: u32, half: u32) -> Self {
         Self { row: row + half * UNIT_ROWS, column: column + span * SPAN }
     }
 
-    /// Row `i` of the warp's.
-    #[inline(always)]
+    /// Row `i` of this warp's unit.
+    #[device]
     fn row(self, i: u32) -> u32 {
         self.row + place_in_block().1 * WARP_ROWS + i
     }
 
-    /// The norm's weights of the lane's features.
-    #[inline(always)]
+    /// The weights of the next norm for the lane's features.
+    #[device]
     unsafe fn norm(self, p: &Gemm) -> [u32; 2] {
         // SAFETY: the caller's word.
         unsafe { lane_weights(p.next_norm, self.column, place_in_block().0) }
     }
 
-    /// What the lane's features of row `i` are added to.
-    #[inline(always)]
+    /// The residual stream at the lane's features of row `i`.
+    #[device]
     unsafe fn load_row(self, p: &Gemm, i: u32) -> [f32; 4] {
         // SAFETY: the caller's word.
         unsafe { p.residual.load_lane(self.row(i), self.column, place_in_block().0) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn load_rows(self, p: &Gemm) -> UnitRows {
         let mut x = [[0.0; 4]; 8];
         unroll!(I < 8; {
@@ -92,13 +97,13 @@ impl Unit {
         x
     }
 
-    /// Adds row `i` of the unit in shared memory to `x`: the lane's sum of squares, and what the norm that comes next
-    /// reads of it. That is written here unless it will be `IN_CODES`.
+    /// Adds row `i` of the unit in shared memory to `x`, and stores the result. Returns the lane's sum of squares, and
+    /// what the norm that comes next reads; that is stored here too, unless it will be `IN_CODES`.
     ///
     /// # Safety
     /// `i` is below [`UNIT_ROWS`]. `from` is the lane's first chunk in the warp's part of shared memory, where the
     /// whole unit [was put](put); `x` and `norm` are of the row.
-    #[inline(always)]
+    #[device]
     unsafe fn add_row<const IN_CODES: bool>(
         self,
         p: &Gemm,
@@ -123,13 +128,13 @@ impl Unit {
     }
 }
 
-/// The warp's own part of shared memory: a unit's sums, the 16-byte chunks of a row permuted by its number. A chunk is
-/// what a lane [has](crate::norm::lane_element) of a row.
-#[inline(always)]
+/// The warp's own part of shared memory: a unit's sums. The 16-byte chunks of a row are permuted by the row's number. A
+/// chunk is what a lane [has](crate::norm::lane_element) of a row.
+#[device]
 fn staging(n: u32) -> u32 {
     // SAFETY: an address, from which nothing is read here.
     let boxes = unsafe { shared::dynamic::<u8>(Gemm::boxes(n)) };
-    // Among its own lanes' totals, if there are any.
+    // With wide tiles it lies among the totals of the warp's own lanes.
     let bytes = if n == 128 { UNIT_ROWS * ROW_BYTES } else { TOTALS_BYTES / 8 };
     boxes.addr() + place_in_block().1 * bytes
 }
@@ -141,12 +146,12 @@ const fn permutation(row: u32) -> u32 {
 /// # Safety
 /// The lanes have passed a barrier of the warp since one read what lies there. `n` is the number of weight rows that
 /// the tile is multiplied by, 128 or 256.
-#[inline(always)]
+#[device]
 unsafe fn put(n: u32, sums: Sums) {
     let (line, pair) = (place_in_block().0 / 4, place_in_block().0 % 4);
     let at = staging(n) + line * ROW_BYTES + ((pair * 16) ^ permutation(line));
     unroll!(S < 8; {
-        // An N-tile's chunks are the four pairs'.
+        // The chunks of an N-tile come from the four lanes of a row.
         let to: Shared<u8> = Shared::from_raw(at ^ (S as u32 % 2 * 64));
         let ([a, b], [c, d]) = (sums[2 * S], sums[2 * S + 1]);
         // SAFETY: the caller's word.
@@ -168,13 +173,13 @@ macro_rules! sums_of {
 impl<const IN_CODES: bool> Epilogue for AddTo<IN_CODES> {
     const GATED: bool = false;
     type Early = ();
-    /// Of the first units.
+    /// The residual stream of both units, with tiles of 128 features only; and the norm's weights of the first span.
     type Ahead = ([UnitRows; 2], [u32; 2]);
 
-    #[inline(always)]
+    #[device]
     unsafe fn early(_: &Gemm, _: &Half) {}
 
-    #[inline(always)]
+    #[device]
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, (): ()) -> Self::Ahead {
         let unit = |half_of_rows| Unit::of((half.tile_row, half.column), 0, half_of_rows);
         let (mut x, mut norm) = ([[[0.0; 4]; 8]; 2], [0; 2]);
@@ -190,7 +195,7 @@ impl<const IN_CODES: bool> Epilogue for AddTo<IN_CODES> {
         (x, norm)
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next) {
         let tile = (half.tile_row, half.column);
         // SAFETY: the caller's word.
@@ -206,18 +211,18 @@ impl<const IN_CODES: bool> Epilogue for AddTo<IN_CODES> {
 
     const LAST_APART: bool = true;
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish_last<const N: u32>(p: &Gemm, half: &Half, ahead: Self::Ahead) {
         // SAFETY: the caller's word.
         unsafe { finish_all::<N, IN_CODES>(p, (half.tile_row, half.column), ahead) }
     }
 }
 
-/// Adds all units, of which the residual stream of the first two is there with tiles of 128 features.
+/// Adds all units. With tiles of 128 features, the residual stream of both is in `x` already.
 ///
 /// # Safety
 /// The accumulators hold the tile's sums, and no MMAs are under way. `N` is 128 or 256.
-#[inline(always)]
+#[device]
 #[allow(unused_assignments, reason = "every unit but the last two loads for another")]
 unsafe fn finish_all<const N: u32, const IN_CODES: bool>(
     p: &Gemm,
@@ -238,7 +243,7 @@ unsafe fn finish_all<const N: u32, const IN_CODES: bool>(
                 let unit = Unit::of(tile, $span, $half);
                 add_unit::<IN_CODES>(p, N, unit, x[2 * $span + $half], norm[$span], || {
                     if $span == 0 && N > 128 {
-                        // Without a second span, the first again, so that there is no branch.
+                        // Without a second span, loads the first again, so that there is no branch.
                         let unit = Unit::of(tile, u32::from(second), $half);
                         x[2 + $half] = unit.load_rows(p);
                         if $half == 0 {
@@ -257,13 +262,13 @@ unsafe fn finish_all<const N: u32, const IN_CODES: bool>(
     }
 }
 
-/// Adds the first unit, and all others beside the GEMMs of the `next` tile: the second waits in shared memory, those of
-/// the second span in registers.
+/// Adds the first unit at once, and the others beside the MMAs of the `next` tile. Until then the second unit waits in
+/// shared memory, and those of the second span in registers.
 ///
 /// # Safety
 /// The accumulators hold the sums of a tile of 256 features, and no MMAs are under way. The whole warpgroup calls it:
 /// `next` needs it.
-#[inline(always)]
+#[device]
 unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut impl Next) {
     // SAFETY: the caller's word.
     unsafe {
@@ -283,7 +288,7 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
                     let lane = place_in_block().0;
                     let (square, _) = unit.add_row::<false>(p, staging(256) + lane * 16, i, x[R], norm);
                     p.residual.put_sums(unit.row(i), unit.column, lane, square);
-                    // What is added two rows on comes while the GEMMs of a step run.
+                    // The next two rows' loads run beside the MMAs of a step.
                     if i + 2 < UNIT_ROWS {
                         x[R] = unit.load_row(p, i + 2);
                     }
@@ -305,12 +310,12 @@ unsafe fn finish_beside(p: &Gemm, tile: (u32, u32), norm: [u32; 2], next: &mut i
     }
 }
 
-/// Adds the unit in shared memory to `x`; calls `load` after the first rows waited for what was loaded before: the
-/// assembler counts loads with one counter, and else would wait for those as well.
+/// Adds the unit in shared memory to `x`. Calls `load` only after the first rows have waited for earlier loads: the
+/// assembler counts loads with one counter, and would else wait for these as well.
 ///
 /// # Safety
 /// The unit [was put](put), for the same `n`; `x` and `norm` are what `p` has of it. What `load` reads is there.
-#[inline(always)]
+#[device]
 unsafe fn add_unit<const IN_CODES: bool>(
     p: &Gemm,
     n: u32,
@@ -333,13 +338,13 @@ unsafe fn add_unit<const IN_CODES: bool>(
         if IN_CODES {
             put_codes(p, unit, scaled);
         }
-        // Of the rows `lane % 4` and that plus 4, the N-tile that four lanes have.
+        // Four lanes have an N-tile. Of its sums, each lane stores those of rows `lane % 4` and `lane % 4 + 4`.
         let [first, second] =
             [[0, 1, 2, 3], [4, 5, 6, 7]].map(|rows| sum_of_four(rows.map(|i: usize| squares[i]), lane % 4));
         let row = unit.row(lane % 4);
         p.residual.put_n_tile(row, unit.column + lane_element(lane), first);
         p.residual.put_n_tile(row + 4, unit.column + lane_element(lane), second);
-        // Of row `lane % 8`, the span.
+        // The span's sum, of row `lane % 8`.
         let mut sum = pick_sum(lane / 4 % 2, 4, first, second);
         sum += warp::shuffle_xor(sum, 8);
         sum += warp::shuffle_xor(sum, 16);
@@ -350,18 +355,18 @@ unsafe fn add_unit<const IN_CODES: bool>(
     }
 }
 
-/// Writes what the norm that comes next reads of a unit: as codes, or as it is where the launch wants none.
+/// Writes the input of the next norm for a unit: as codes, or as bf16 where the launch wants no codes.
 ///
 /// # Safety
 /// `scaled` are the lane's parts of the unit's rows. [`codes`](Gemm::codes) is null, or has room for whole tiles of
 /// rows.
-#[inline(always)]
+#[device]
 unsafe fn put_codes(p: &Gemm, unit: Unit, scaled: [[u32; 2]; 8]) {
     // SAFETY: the caller's word.
     unsafe {
         let lane = place_in_block().0;
         let are_wanted = !p.codes.codes.is_null();
-        // Each lane finds the scale of one row, lane `i` and every eighth from there on that of row `i`.
+        // Lane `i`, and every eighth lane from there on, computes the scale of row `i`.
         let mut most = 0;
         unroll!(I < 8; {
             let of_row = warp::max(e4m3::largest_bits(scaled[I]));
@@ -379,17 +384,17 @@ unsafe fn put_codes(p: &Gemm, unit: Unit, scaled: [[u32; 2]; 8]) {
     }
 }
 
-/// Of four numbers in each of four lanes, the sum over the lanes of number `pair`.
-#[inline(always)]
+/// Four lanes hold four numbers each. Returns the sum over the lanes of number `pair`.
+#[device]
 fn sum_of_four(v: [f32; 4], pair: u32) -> f32 {
     pick_sum(pair / 2, 2, pick_sum(pair % 2, 1, v[0], v[1]), pick_sum(pair % 2, 1, v[2], v[3]))
 }
 
-/// `a` (where `which` is 0) or `b` of two lanes that differ in bit `mask`, whose `which` that bit is: the sum of both
-/// lanes'.
-#[inline(always)]
+/// The sum over two lanes of their `a`s or of their `b`s. The lanes differ in bit `mask`. `which` is that bit: the lane
+/// that has 0 gets the sum of `a`, the other one that of `b`.
+#[device]
 fn pick_sum(which: u32, mask: u32, a: f32, b: f32) -> f32 {
-    // By bits, so that no branch comes of it.
+    // With bit operations, so that the compiler makes no branch.
     let bits = 0u32.wrapping_sub(which);
     let pick = |bits: u32| f32::from_bits(a.to_bits() & !bits | b.to_bits() & bits);
     pick(bits) + warp::shuffle_xor(pick(!bits), mask)

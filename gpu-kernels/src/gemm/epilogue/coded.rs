@@ -1,7 +1,7 @@
 //! Gated activations as codes, for a GEMM of e4m3.
 //!
-//! A [group](e4m3::GROUP) is two tiles' features. A block takes both tiles, one after the other, and a lane keeps its
-//! part of the first one's activations in shared memory.
+//! A [group](e4m3::GROUP) has the features of two tiles. A block takes both tiles, one after the other. A lane keeps
+//! its part of the first tile's activations in shared memory until the second is done.
 //!
 //! # Safety
 //! As for [all epilogues](super). A block takes the two tiles of a group one after the other, with nothing between them
@@ -9,7 +9,7 @@
 //! of a row call [`put`] together, with their parts of the group's two tiles, the second of which is the half's.
 
 use cuda_std::shared::Shared;
-use cuda_std::{thread, warp, wgmma};
+use cuda_std::{device, thread, warp, wgmma};
 
 use super::{BoxWords, Epilogue, Half, Next, Squares, SwiGlu, gate_pair};
 use crate::e4m3;
@@ -25,19 +25,19 @@ impl Epilogue for SwiGluCoded {
     /// The factors of the lane's two rows.
     type Ahead = [f32; 2];
 
-    #[inline(always)]
+    #[device]
     unsafe fn early(p: &Gemm, half: &Half) -> Squares {
         // SAFETY: the caller's word.
         unsafe { SwiGlu::early(p, half) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn ahead<const N: u32>(p: &Gemm, half: &Half, inside: bool, squares: Squares) -> [f32; 2] {
         // SAFETY: the caller's word.
         unsafe { SwiGlu::ahead::<N>(p, half, inside, squares) }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, scales: [f32; 2], next: &mut impl Next) {
         let words = gated!(0, scales);
         // SAFETY: the caller's word; the place is the lane's own.
@@ -59,8 +59,8 @@ impl Epilogue for SwiGluCoded {
     }
 }
 
-/// Writes the lane's part of a group, of which these are the features of both tiles.
-#[inline(always)]
+/// Writes the lane's part of a group. `tiles` are its features of both tiles.
+#[device]
 unsafe fn put(p: &Gemm, half: &Half, tiles: [BoxWords; 2]) {
     let quad_lane = thread::opaque(thread::lane_id()) % 4;
     let (row, first) = (half.lane_row(), half.column - BOX);
@@ -78,7 +78,7 @@ unsafe fn put(p: &Gemm, half: &Half, tiles: [BoxWords; 2]) {
             most = most.max(warp::shuffle_xor(most, 2));
             let [scale, inverse] = e4m3::scale_of(f32::from_bits(most));
             let row = row + 8 * R as u32;
-            // A lane's slots are eight of every 32.
+            // A lane has eight slots of every 32.
             let to = p.codes.codes.at(row as usize * p.n as usize + (first + quad_lane * 8) as usize);
             unroll!(T < 2; {
                 unroll!(H < 2; {

@@ -1,5 +1,5 @@
-//! The epilogue of the projections of queries, keys and values: heads are normed, turned and put where attention reads
-//! them.
+//! The epilogue of the projections of queries, keys and values. It normalises and rotates heads, and puts them where
+//! attention reads them.
 //!
 //! # Safety
 //! As for [all epilogues](super). Rows below [`m`](Gemm::m), which is not 0, have positions within the tables of
@@ -7,31 +7,31 @@
 //! 16 rows of a head in its own part of the half's staging memory.
 
 use cuda_std::shared::Shared;
-use cuda_std::{Global, GlobalMut, bf16, math, thread, warp, wgmma};
+use cuda_std::{Global, GlobalMut, bf16, device, math, thread, warp, wgmma};
 
 use super::{Epilogue, Half, Next, Squares, bias, load_squares, place_in_group, scales};
 use crate::gemm::{GROUP, Gemm};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS, place};
 use crate::quad;
 
-/// Queries, keys and values.
+/// Queries, keys and values, as attention reads them.
 pub struct Qkv;
 
-/// Bytes of a row of a head.
+/// Bytes of one row of a head.
 const ROW_BYTES: u32 = HEAD_DIM * 2;
 
-/// What [`Qkv`] has ahead: the factors and positions of the lane's two rows.
+/// What [`Qkv`] loads ahead: the factors and positions of the lane's two rows.
 #[derive(Clone, Copy)]
 pub struct HeadsAhead {
     scales: [f32; 2],
     positions: [u32; 2],
 }
 
-/// Cosines and sines at `position` of the lane's dimensions, `8 j + 2 pair` and the next.
+/// The cosines and then the sines at `position` of the lane's dimensions: `8 j + 2 pair` and the next, below 64.
 ///
 /// # Safety
 /// The tables have this position.
-#[inline(always)]
+#[device]
 unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
     // SAFETY: the caller's word.
     unsafe {
@@ -46,19 +46,19 @@ unsafe fn angles(p: &Gemm, position: u32) -> [[f32; 2]; 16] {
     }
 }
 
-/// The norm of a head of queries or keys, from the lane's first dimension on.
-#[inline(always)]
+/// The norm's weights of a head of queries or keys, from the lane's first dimension on.
+#[device]
 unsafe fn head_norm(p: &Gemm, head: u32) -> Global<u32> {
     let norm = if head < p.heads.q_heads { p.heads.q_norm } else { p.heads.k_norm };
     // SAFETY: the caller's word.
     unsafe { norm.at((2 * (thread::opaque(thread::lane_id()) % 4)) as usize).cast() }
 }
 
-/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane; the row's
-/// own, where heads have no norm.
+/// The factor that normalises the head whose sums begin at accumulator `$first`, in row `$r` of the lane. Where heads
+/// have no norm, it is the row's own factor.
 macro_rules! head_factor {
     ($first:expr, $r:expr, $p:ident, $scale:expr) => {{
-        // Four split-K partials: one would be mostly waiting.
+        // Four independent sums: a single chain of FMAs would be mostly latency.
         let mut squares = [0f32; 4];
         unroll!(J < 16; {
             let x = [wgmma::get::<{ $first + 4 * J + 2 * $r }>(), wgmma::get::<{ $first + 4 * J + 2 * $r + 1 }>()];
@@ -73,8 +73,9 @@ macro_rules! head_factor {
 /// A lane's part of a head, in pairs of bf16.
 type HeadWords = [u32; 32];
 
-/// Row `$r` of the lane of the head of queries or keys whose sums begin at accumulator `$first`, normalised and
-/// rotated, to its half of `$words`: eight times a pair of dimensions, and the pair that is 64 further.
+/// Normalises and rotates row `$r` of the lane, in the head of queries or keys whose sums begin at accumulator
+/// `$first`. Writes it to the row's half of `$words`: eight times a pair of dimensions, then the pair that is 64
+/// further.
 macro_rules! rotate {
     ($words:expr, $first:expr, $r:expr, $factor:expr, $norm:expr, $angles:expr) => {{
         macro_rules! scaled {
@@ -88,7 +89,7 @@ macro_rules! rotate {
             }};
         }
         unroll!(J < 8; {
-            // Pairs of dimensions that turn together: 8 j + 2 pair + c, and 64 more.
+            // Pairs of dimensions that are rotated together: 8 j + 2 pair + c, and 64 more.
             let (a, b) = (scaled!(J), scaled!(J + 8));
             let (cos, sin) = ($angles[J], $angles[J + 8]);
             $words[$r * 16 + 2 * J] = math::pack_bf16(a[0] * cos[0] - b[0] * sin[0], a[1] * cos[1] - b[1] * sin[1]);
@@ -97,7 +98,7 @@ macro_rules! rotate {
     }};
 }
 
-/// The head of values whose sums begin at accumulator `$first`, in the order of [`rotate`].
+/// Scales the head of values whose sums begin at accumulator `$first`. Words are in the order of [`rotate`].
 macro_rules! scale_values {
     ($words:expr, $first:expr, $scales:expr) => {
         unroll!(J < 8; {
@@ -111,13 +112,13 @@ macro_rules! scale_values {
     };
 }
 
-/// Puts a head into the warp's part of shared memory at `to`, 16 rows of 256 bytes, their 16-byte chunks permuted by
-/// their numbers.
+/// Puts a head into the warp's part of shared memory at `to`: 16 rows of 256 bytes. The 16-byte chunks of a row are
+/// permuted by the row's number.
 ///
 /// # Safety
 /// From byte `to` on is the warp's part of shared memory, [`ROW_BYTES`] times 16, which none of its lanes reads any
 /// more.
-#[inline(always)]
+#[device]
 unsafe fn put_rows(to: u32, words: HeadWords) {
     let (lane, _) = place_in_group();
     let (row, pair) = (lane / 4, lane % 4);
@@ -134,13 +135,13 @@ unsafe fn put_rows(to: u32, words: HeadWords) {
     });
 }
 
-/// Stores eight of a warp's rows of a head from shared memory at `from`, where [`put_rows`] left them: the rows from
-/// `first` on. Lanes `4 i` to `4 i + 3` know row `i`'s place in the cache.
+/// Stores eight rows of a head, of the warp's 16: those from row `first` on. [`put_rows`] left them in shared memory at
+/// `from`. Lanes `4 i` to `4 i + 3` have row `i`'s place in the cache, as `page` and `position`.
 ///
 /// # Safety
 /// The warp's lanes have put their rows at `from`, and synchronised. `head` is one of the GEMM's, and `page` and
 /// `position` are of a row that is there.
-#[inline(always)]
+#[device]
 unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, page: u32) {
     // SAFETY: the caller's word.
     unsafe {
@@ -176,21 +177,21 @@ unsafe fn store_rows(p: &Gemm, from: u32, first: u32, head: u32, position: u32, 
 
 impl Epilogue for Qkv {
     const GATED: bool = false;
-    /// Of the lane's two rows.
+    /// For the lane's two rows: the first sums of squares, and the positions.
     type Early = (Squares, [u32; 2]);
     type Ahead = HeadsAhead;
 
-    #[inline(always)]
+    #[device]
     unsafe fn early(p: &Gemm, half: &Half) -> (Squares, [u32; 2]) {
         let row = half.lane_row();
-        // Rows beyond m are made as the last one, and not stored.
+        // Rows beyond m are computed as the last row, and not stored.
         // SAFETY: the caller's word.
         let position = |row: u32| unsafe { p.heads.rows.positions.load(row.min(p.m - 1) as usize) };
         // SAFETY: the caller's word.
         (unsafe { load_squares(p, row, 0) }, [position(row), position(row + 8)])
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn ahead<const N: u32>(
         p: &Gemm,
         half: &Half,
@@ -201,7 +202,7 @@ impl Epilogue for Qkv {
         HeadsAhead { scales: unsafe { scales(p, half.lane_row(), squares) }, positions }
     }
 
-    #[inline(always)]
+    #[device]
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: HeadsAhead, next: &mut impl Next) {
         // SAFETY: the caller's word.
         unsafe {
@@ -228,13 +229,13 @@ impl Epilogue for Qkv {
                         factors[1][R] = head_factor!(64, R, p, scales[R]);
                     }
                 });
-                // A row of a head after the other, with its norm loaded in its turn: all at once there are not
-                // registers enough.
+                // One row of one head after another, each with its own loads of the norm's weights: there are not
+                // enough registers for all at once.
                 rotate!(words[0], 0, 0, factors[0][0], head_norm(p, first), of_first);
                 warp::sync_warp();
                 let of_second = angles(p, positions[1]);
                 if N > 128 {
-                    // Of values, too, which are made again below.
+                    // If the second head is one of values, these words are overwritten below.
                     rotate!(words[1], 64, 0, factors[1][0], head_norm(p, first + 1), of_first);
                     warp::sync_warp();
                 }
@@ -250,7 +251,7 @@ impl Epilogue for Qkv {
                 scale_values!(words[1], 64, scales);
             }
             next.begin();
-            // Others may still be storing the tile before.
+            // Other lanes may still be storing the tile before.
             thread::sync_named(half.barrier, GROUP);
             unroll!(H < 2; {
                 let head = first + H as u32;

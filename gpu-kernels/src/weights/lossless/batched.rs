@@ -1,9 +1,10 @@
-//! As the batched decode kernels read them.
+//! Lossless weights as the batched decode kernels read them.
 //!
 //! # Safety
 //! What is unsafe here asks what [`LoadedFormat`] says; a stage is a box of [`Lossless::stages`]. It is unpacked in
 //! place, and so loaded once.
 
+use cuda_std::device;
 use cuda_std::shared::Shared;
 use cuda_std::thread;
 
@@ -17,20 +18,20 @@ impl BatchedFormat for Lossless {
     type MainLoop = InPairs;
     const SCALED: bool = true;
 
-    #[inline(always)]
+    #[device]
     fn stage_bytes(p: &BatchedStep) -> u32 {
         TOGETHER * (PACKED_SLICE + p.lossless.list_bytes)
     }
 
-    /// First slices and lists, then lists again and second slices.
-    #[inline(always)]
+    /// Even stages have first slices and lists; odd ones have the same lists and second slices.
+    #[device]
     fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2] {
         [if is_odd { PACKED_SLICE / 8 } else { 0 }, k_partial]
     }
 }
 
 impl LoadedFormat for Lossless {
-    #[inline(always)]
+    #[device]
     unsafe fn load_fragments<const FIRST: usize>(p: &BatchedStep, stage: Shared<u8>, lane: u32) {
         // SAFETY: the caller's word.
         unsafe {
@@ -47,7 +48,7 @@ impl LoadedFormat for Lossless {
 }
 
 impl PairedFormat for Lossless {
-    #[inline(always)]
+    #[device]
     unsafe fn unpack_pair(p: &BatchedStep, stages: [Shared<u8>; 2], lane: u32) -> WeightFragments {
         // SAFETY: the caller's word.
         unsafe {

@@ -5,13 +5,13 @@
 //! N-tile and a split-K partial that nobody else takes.
 
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, shared, thread, warp};
 
 use super::{FURTHEST, HEADER_BYTES, LOW_BYTES, Lossless, MORE_BITS, PACKED_SLICE, Place, ZERO, code_words};
 use crate::linear::K_PARTIALS;
 use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, core_word};
 
-/// A tile of the plain stream, a lane's part of it: `[fragment][register]`.
+/// A lane's part of a tile of the plain stream: `[fragment][register]`.
 #[derive(Clone, Copy)]
 struct Tile {
     words: [[u32; 4]; 8],
@@ -19,30 +19,30 @@ struct Tile {
     fits: bool,
 }
 
-/// Which upper exponent bits have codes, of a slice, and which have none.
+/// Which values of a slice's upper exponent bits have codes: four from `base` on. The others are escapes.
 #[derive(Clone, Copy)]
 struct Window {
     base: u32,
-    /// The largest of an escape.
+    /// The largest value of an escape.
     top: u32,
-    /// The least of an escape that is not zero.
+    /// The least value of an escape that is not zero.
     least: u32,
     /// How many escapes there are.
     escapes: u32,
 }
 
 /// The upper seven bits of the exponent of each of a word's two weights.
-#[inline(always)]
+#[device]
 fn uppers(word: u32) -> [u32; 2] {
     [word >> 8 & 0x7f, word >> 24 & 0x7f]
 }
 
-/// Twice a word's two weights, and whether that can be had.
-#[inline(always)]
+/// A word's two weights doubled, and whether both doubled weights are finite.
+#[device]
 fn doubled(word: u32) -> (u32, bool) {
     let one = |bits: u32| {
         let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
-        // What has no leading one is doubled as a number.
+        // A subnormal number is doubled as an integer.
         (sign | if rest < 0x80 { rest << 1 } else { rest + 0x80 }, rest < 0x7f00)
     };
     let ((low, low_fits), (high, high_fits)) = (one(word & 0xffff), one(word >> 16));
@@ -50,7 +50,7 @@ fn doubled(word: u32) -> (u32, bool) {
 }
 
 /// The inverse of [`doubled`].
-#[inline(always)]
+#[device]
 fn halved(word: u32) -> u32 {
     let one = |bits: u32| {
         let (sign, rest) = (bits & 0x8000, bits & 0x7fff);
@@ -60,12 +60,12 @@ fn halved(word: u32) -> u32 {
 }
 
 impl Tile {
-    /// The tile of an N-tile of those that lie together, of a split-K partial.
+    /// Loads the tile of a split-K partial, of the N-tile with this number among those that lie together.
     ///
     /// # Safety
     /// All lanes of the warp call it. The stream has the chunk of 8 N-tiles, and nobody writes it during the launch;
     /// `k_partial` is below [`K_PARTIALS`], `n_tile` below [`TOGETHER`].
-    #[inline(always)]
+    #[device]
     unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
@@ -82,8 +82,8 @@ impl Tile {
         }
     }
 
-    /// The same doubled.
-    #[inline(always)]
+    /// The tile with doubled weights.
+    #[device]
     fn doubled(mut self) -> Self {
         unroll!(F < 8; {
             unroll!(R < 4; {
@@ -96,14 +96,14 @@ impl Tile {
     }
 
     /// The two slices' windows.
-    #[inline(always)]
+    #[device]
     fn windows(&self) -> [Window; 2] {
         let [a, b, c, d, e, f, g, h] = self.words;
         [Window::of([a, b, c, d]), Window::of([e, f, g, h])]
     }
 
     /// How many escapes there are, or [`MOST_ESCAPES`] if the tile cannot be packed.
-    #[inline(always)]
+    #[device]
     fn escapes(&self, windows: &[Window; 2]) -> u32 {
         let (top, least) = (windows[0].top.max(windows[1].top), windows[0].least.min(windows[1].least));
         let fits = warp::all(self.fits) && top <= least + FURTHEST;
@@ -112,8 +112,9 @@ impl Tile {
 }
 
 impl Window {
-    /// Of the windows below a slice's largest exponent the one with the fewest escapes. A warp finds it together.
-    #[inline(always)]
+    /// The window with the fewest escapes, of those that end at a slice's largest exponent or a little below. A warp
+    /// finds it together.
+    #[device]
     fn of(slice: [[u32; 4]; 4]) -> Self {
         /// How many are tried.
         const TRIED: u32 = 8;
@@ -156,7 +157,7 @@ impl Window {
     }
 }
 
-#[inline(always)]
+#[device]
 fn max_of_warp(mut x: u32) -> u32 {
     unroll!(M < 5; {
         x = x.max(warp::shuffle_xor(x, 16 >> M));
@@ -176,14 +177,15 @@ pub const MOST_BEYOND: u64 = 1 << (MORE_BITS + 5);
 pub struct Pack {
     /// A matrix, as [`lay_out`](crate::stream::lay_out) left it.
     pub stream: Global<bf16>,
-    /// `[2][2]`: of the matrix as it is, and doubled, how many escapes there are, and how many tiles cannot be packed;
-    /// `count_escapes` adds to them.
+    /// `[2][2]`: for the matrix as it is, and for it doubled, how many escapes there are, and how many tiles cannot be
+    /// packed. `count_escapes` adds to these numbers.
     pub counts: GlobalMut<u32>,
-    /// Where the matrix goes, zeros; `pack_weights` alone, as all that follows.
+    /// Where the packed matrix goes; zeros before. Only `pack_weights` uses this and what follows, up to `list_bytes`.
     pub tiles: GlobalMut<u8>,
-    /// Where escapes beyond lists' room go.
+    /// Where escapes go for which tiles' lists have no room.
     pub more: GlobalMut<u16>,
-    /// `[2]`: how many came there, or would have; and how many tiles were not packed because they cannot be.
+    /// `[2]`: how many escapes came to `more`, or would have if it had room; and how many tiles were not packed because
+    /// they cannot be.
     pub notes: GlobalMut<u32>,
     /// What the matrix's sums are multiplied with.
     pub scale: GlobalMut<f32>,
@@ -196,11 +198,12 @@ pub struct Pack {
 }
 
 impl Pack {
-    /// Whether the matrix is stored doubled: where fewer tiles cannot be packed, or they have fewer escapes.
+    /// Whether the matrix is stored doubled: if then fewer tiles cannot be packed, or as many, and there are fewer
+    /// escapes.
     ///
     /// # Safety
     /// [`count_escapes`] has counted, in a launch before.
-    #[inline(always)]
+    #[device]
     unsafe fn doubles(&self) -> bool {
         // SAFETY: the caller's word.
         unsafe {
@@ -295,7 +298,7 @@ pub unsafe fn pack_weights(p: Pack) {
                                 p.more.store((more + i - room) as usize, entry);
                             }
                         }
-                        // Of the last ones nobody asks.
+                        // The last sum is not read.
                         #[allow(unused_assignments)]
                         {
                             escapes += math::popc(all);
@@ -333,7 +336,7 @@ pub struct Unpack {
     pub bounds: [u32; 3],
 }
 
-/// Makes plain weights of packed ones.
+/// Unpacks weights into plain ones.
 #[kernel(threads = 256)]
 pub unsafe fn unpack_weights(p: Unpack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

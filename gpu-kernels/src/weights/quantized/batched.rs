@@ -1,8 +1,9 @@
-//! As the batched decode kernels read them.
+//! Codes as the batched decode kernels read them.
 //!
 //! # Safety
 //! What is unsafe here asks what [`CodedFormat`] says; a stage is a box of [`stages`](super::stages).
 
+use cuda_std::device;
 use cuda_std::shared::Shared;
 use cuda_std::thread;
 
@@ -17,12 +18,12 @@ impl<C: Code> BatchedFormat for Quantized<C> {
     type MainLoop = OfCodes;
     const SCALED: bool = C::UNIT != 1.0;
 
-    #[inline(always)]
+    #[device]
     fn stage_bytes(_: &BatchedStep) -> u32 {
         TOGETHER * second_at::<C>()
     }
 
-    #[inline(always)]
+    #[device]
     fn box_at(k_partial: u32, is_odd: bool) -> [u32; 2] {
         let [codes, scales] = [0, C::SLICE_BYTES / 8];
         [if k_partial.is_multiple_of(2) { codes } else { scales }, (k_partial + u32::from(is_odd) * K_PARTIALS) / 2]
@@ -32,8 +33,8 @@ impl<C: Code> BatchedFormat for Quantized<C> {
 impl<C: Code> CodedFormat for Quantized<C> {
     type Codes = ([[u32; 4]; 2], [Scale; 2]);
 
-    /// Codes and scales; of every second split-K partial scales and codes.
-    #[inline(always)]
+    /// A stage has codes, then scales; for odd split-K partials it has scales, then codes.
+    #[device]
     unsafe fn load_codes(stage: Shared<u8>, k_partial: u32, lane: u32) -> Self::Codes {
         // SAFETY: the caller's word.
         unsafe {
@@ -45,7 +46,7 @@ impl<C: Code> CodedFormat for Quantized<C> {
         }
     }
 
-    #[inline(always)]
+    #[device]
     fn put_codes<const FIRST: usize>((codes, scales): Self::Codes) {
         let factors = both_factors::<C>(scales);
         let mut weights = [[0; 4]; 4];
@@ -55,7 +56,7 @@ impl<C: Code> CodedFormat for Quantized<C> {
         put_slice::<FIRST>(weights);
     }
 
-    #[inline(always)]
+    #[device]
     fn mix((codes, [lower, upper]): Self::Codes) -> u32 {
         lower.0 ^ upper.0 ^ codes[0][0] ^ if C::BITS == 8 { codes[1][0] } else { 0 }
     }

@@ -7,7 +7,7 @@
 #[cfg(not(target_arch = "nvptx64"))]
 use cuda_std::Kernel;
 use cuda_std::atomic::{self, Ordering, Scope};
-use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, thread, warp};
 
 use super::{
     Code, Fp8, GROUP, GROUPS, Int4, Scale, both_factors, chunk_at, parts, put_words, second_at, slice_at, words,
@@ -27,18 +27,18 @@ pub struct Quantize {
     pub scales: Global<u32>,
     /// All chunks.
     pub codes: GlobalMut<u8>,
-    /// To which is added how many weights are none that the scales make.
+    /// A counter, to which each warp adds 1 that has found a weight which is no code times its scale.
     pub strange: GlobalMut<u32>,
     /// The chunk at which the matrix begins among the codes.
     pub base: u64,
 }
 
-/// Finds the codes of weights, by the scales that made them. A code is the quotient to the nearest: a weight is its
-/// code's value but for 2^-9 of it.
+/// Finds the codes of weights from the scales that made them. A code is the quotient of weight and scale, rounded to
+/// the nearest: rounding to bf16 has moved a weight by at most 2^-9 of it, too little to change the code.
 ///
 /// # Safety
 /// All threads of a block of 128 call it: a warp has a split-K partial.
-#[inline(always)]
+#[device]
 unsafe fn quantize<C: Code>(p: &Quantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
@@ -99,7 +99,7 @@ pub unsafe fn quantize_int4(p: Quantize) {
     unsafe { quantize::<Int4<1>>(&p) }
 }
 
-/// The same where scales have two parts.
+/// The codes of int4 weights whose scales have two parts.
 #[kernel(threads = 128)]
 pub unsafe fn quantize_int4_f16(p: Quantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -128,7 +128,7 @@ pub struct Dequantize {
 ///
 /// # Safety
 /// All threads of a block of 256 call it: a warp has an N-tile.
-#[inline(always)]
+#[device]
 unsafe fn dequantize<C: Code>(p: &Dequantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
@@ -169,7 +169,7 @@ pub unsafe fn dequantize_int4(p: Dequantize) {
     unsafe { dequantize::<Int4<1>>(&p) }
 }
 
-/// The same where scales have two parts.
+/// The weights that codes of int4 mean, if scales have two parts.
 #[kernel(threads = 256)]
 pub unsafe fn dequantize_int4_f16(p: Dequantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -2,7 +2,7 @@
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 
-use cuda_std::{Global, GlobalMut, Layout, kernel, shared, thread};
+use cuda_std::{Global, GlobalMut, Layout, device, kernel, shared, thread};
 
 /// Threads of a block, and numbers that it adds up.
 pub const THREADS: u32 = 256;
@@ -31,7 +31,7 @@ pub unsafe fn sum(p: Sum) {
 ///
 /// # Safety
 /// `p` is what [`Sum`] says, a block has [`SHARED_BYTES`] of shared memory, and `barrier` waits for all its threads.
-#[inline(always)]
+#[device]
 pub unsafe fn add_up(p: Sum, barrier: impl Fn(u32)) {
     let thread = thread::thread_idx_x();
     let block = thread::block_idx_x();

@@ -1,15 +1,16 @@
-//! One row, whose input comes as words: each block makes their codes.
+//! One row: its input comes as words, and each block makes their codes.
 //!
 //! ```text
 //! [16 bytes of a slice][slice of eight][byte]
 //! ```
 //!
-//! The columns of slices 4 to 7 begin 64 bytes further than those of 0 to 3; what lies beyond is not wanted.
+//! The columns of slices 4 to 7 begin 64 bytes after those of slices 0 to 3. Of the eight columns from either start
+//! only the first four are wanted.
 //!
 //! # Safety
-//! The same as for [both](super). The step has one row.
+//! As for [both](super). The step has one row.
 
-use cuda_std::{bulk, shared, thread, warp};
+use cuda_std::{bulk, device, shared, thread, warp};
 
 use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
 use crate::decode::attention::QUERY_BYTES;
@@ -23,8 +24,9 @@ use crate::stream::{N_TILES, SLICES};
 
 /// Turns of one row whose input is asked for at a time.
 const ASKED: usize = 4;
-/// Of one row: outputs, `[n_tile][feature]`; two places of codes, with the columns that are not wanted behind
-/// them; their scales, `[turn][slice]`; the weights', `[turn]`; inner sums.
+/// Scratch memory has, in this order: outputs, `[n_tile][feature]`; two buffers of codes, each with the columns that
+/// are not wanted behind it; two of the codes' scales, `[turn][slice]`; two of the weights' scales, `[turn]`; inner
+/// sums.
 const TOTALS: u32 = N_TILES * N_TILE * 4;
 const CODES: u32 = SCRATCH + TOTALS;
 const CODES_BYTES: u32 = ASKED as u32 * CHUNK_INPUTS + SECOND;
@@ -34,31 +36,32 @@ const W_SCALES: u32 = SCALES + 2 * SCALES_BYTES;
 const W_SCALES_BYTES: u32 = ASKED as u32 * WEIGHT_SCALES * 4;
 pub const SUMS: u32 = W_SCALES + 2 * W_SCALES_BYTES;
 pub const SUMS_BYTES: u32 = SLICES * N_TILE * 4;
-// As `ONE_BYTES` of products of fragments.
+// The same bound as for `ONE_BYTES` of GEMMs by fragments.
 const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + QUERY_BYTES);
-/// From one row's columns of slice 0 on to those of slice 4 on.
+/// Bytes from the columns of slices 0 to 3 to those of slices 4 to 7.
 pub const SECOND: u32 = SLICES / 2 * 16;
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// The same of one row, whose input comes as words: a warp asks for a slice of each turn's, and makes its codes.
+    /// Runs the GEMM of one row, and its epilogue. The input comes as words: a warp asks for a slice of each turn's
+    /// input, and makes its codes.
     ///
     /// # Safety
     /// As for [`of_one`](crate::decode::Products::of_one).
-    #[inline(always)]
+    #[device]
     pub unsafe fn e4m3_of_one(&mut self, mut part: Part) {
         // SAFETY: the caller's word.
         unsafe {
             let group = Warpgroup::<8>::new(self.p, part.index, 1);
             let (lane, warp_id) = (thread::opaque(thread::lane_id()), thread::opaque(thread::warp_id()));
             let input = part.problem.input(self.flag + part.index);
-            // Of a lane's words two of each turn are to be neighbours as codes.
+            // A lane asks for two words of each turn, which become neighbours as codes.
             let first_word = warp_id * (GROUP / 2) + lane / 4 * 8 + lane % 4;
             let mut ring = self.ring;
             loop {
                 let normed = part.problem.is_normed && part.first_n_tile == 0;
                 if part.mine > 0 {
                     self.begin_part();
-                    // New to the compiler, which would keep these addresses from wave to wave.
+                    // Opaque to the compiler, which would keep these addresses in registers from wave to wave.
                     let mut own = input.from(thread::opaque(first_word));
                     let mut words: [Word; 2 * ASKED] = own.ask_for(place);
                     if normed {
@@ -84,8 +87,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             let i = group.lane + (group.half + 2 * I as u32) * WEIGHT_SCALES;
                             staged.w_scales.store(i as usize, next_scales[I]);
                         });
-                        // Two places one after the other: when one is written again, all have synchronised since they
-                        // read it.
+                        // Two buffers take turns: when one is written again, all have synchronised since they read it.
                         buffer ^= 1;
                         bulk::fence_proxy_async();
                         sync();
@@ -126,18 +128,19 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 }
 
-/// Where a lane's word of the next turns is, from its first on.
-#[inline(always)]
+/// The place of a lane's `i`-th word, from its first word on: each turn has two.
+#[device]
 const fn place(i: usize) -> u32 {
     i as u32 / 2 * (CHUNK_INPUTS / 2) + i as u32 % 2 * 4
 }
 
-/// Makes codes of a warp's slice of each turn for the consumers of the block, and zeros of the columns behind them.
+/// Makes the codes of a warp's slice of each turn, and puts them where the block's consumers find them. It also zeroes
+/// the columns behind all turns' codes.
 ///
 /// # Safety
 /// All eight consumer warps call it, for the same turns. Nobody reads any more what lay in `staged`, and all fence and
 /// synchronise before it is read. `words` are complete.
-#[inline(always)]
+#[device]
 unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, warp_id: u32) {
     if warp_id == 0 && lane < SECOND / 4 {
         // SAFETY: the caller's word.

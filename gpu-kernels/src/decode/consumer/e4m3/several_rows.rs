@@ -1,13 +1,14 @@
-//! Several rows: the grid makes codes of all activations once, and then each block multiplies them, a chunk at a time.
+//! Several rows: the grid makes the codes of all activations once; then each block multiplies by them, a chunk at a
+//! time.
 //!
 //! ```text
 //! [slices 0 to 3, then 4 to 7][pair of rows][16 bytes of a slice][row of the pair][slice of four][byte]
 //! ```
 //!
 //! # Safety
-//! The same as for [both](super). The step has several rows, at most `TILES` times 8.
+//! As for [both](super). The step has several rows, at most `TILES` times 8.
 
-use cuda_std::{Global, bf16, bulk, shared, thread, warp};
+use cuda_std::{Global, bf16, bulk, device, shared, thread, warp};
 
 use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
 use crate::activations::element_at;
@@ -21,8 +22,8 @@ use crate::norm::Norm;
 use crate::step::MAX_DECODE_ROWS;
 use crate::stream::SLICES;
 
-/// Of some rows: codes of a chunk; their scales, `[row][slice]`; the weights'; each warpgroup's inner sums,
-/// `[slice][row][feature]`.
+/// Scratch memory has, in this order: a chunk's codes; their scales, `[row][slice]`; the weights' scales; each
+/// warpgroup's inner sums, `[slice][row][feature]`.
 const CODES: u32 = SCRATCH;
 const SCALES: u32 = CODES + Inputs::CHUNK_CODES;
 const W_SCALES: u32 = SCALES + Inputs::CHUNK_SCALES * 4;
@@ -30,7 +31,7 @@ pub const SUMS: u32 = W_SCALES + WEIGHT_SCALES * 4;
 pub const SUMS_BYTES: u32 = SLICES * MAX_DECODE_ROWS * N_TILE * 4;
 const _: () = assert!(SUMS + 2 * SUMS_BYTES <= SCRATCH + SCRATCH_BYTES);
 
-/// What a lane has of some rows' codes of a chunk: four times 16 bytes, and a scale.
+/// A thread's share of a chunk's codes: four times 16 bytes, and one scale.
 type Codes = ([[u32; 4]; 4], f32);
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
@@ -39,8 +40,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     ///
     /// # Safety
     /// `x` has the rows, of `k` elements each, a multiple of 16, and all blocks have shown what they wrote there.
-    /// Nobody multiplies by the codes of the matrix before any more.
-    #[inline(always)]
+    /// Nobody multiplies by the codes of the previous matrix any more.
+    #[device]
     unsafe fn encode_rows(&self, x: Global<bf16>, k: u32) {
         let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
         let (part, group) = (lane % 8, lane / 8);
@@ -61,7 +62,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 unroll!(W < 8; {
                     largest = larger(largest, words[W / 4][W % 4]);
                 });
-                // Eight lanes have a group.
+                // Eight lanes share a group.
                 unroll!(M < 3; {
                     largest = largest.max(warp::shuffle_xor(largest, 1 << M));
                 });
@@ -81,11 +82,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// This lane's codes of a chunk; zeros of rows and chunks that are not there.
+    /// Loads this thread's codes of a chunk. Rows and chunks that do not exist have zeros.
     ///
     /// # Safety
     /// All blocks have shown the codes of the matrix's input, which are `chunks` chunks.
-    #[inline(always)]
+    #[device]
     unsafe fn fetch(&self, chunk: u32, chunks: u32) -> Codes {
         let thread = thread::opaque(thread::thread_idx_x());
         let (mut codes, mut scale) = ([[0; 4]; 4], 0.0);
@@ -107,19 +108,19 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         (codes, scale)
     }
 
-    /// The row that 16 bytes of a chunk's codes are of, by their number.
-    #[inline(always)]
+    /// The row of a chunk's `unit`-th 16 bytes of codes.
+    #[device]
     const fn row_of(unit: u32) -> u32 {
         unit / 64 % (MAX_DECODE_ROWS / 2) * 2 + unit % 8 / 4
     }
 
-    /// Puts them where the block's consumers find them.
+    /// Puts a thread's codes where the block's consumers find them.
     ///
     /// # Safety
-    /// All consumers have synchronised since the codes before were multiplied, and since scratch memory was read; they
-    /// fence and synchronise again before these are read. `is_first` with the first codes since something else lay
-    /// there.
-    #[inline(always)]
+    /// All consumers have synchronised since the previous codes were multiplied, and since scratch memory was read.
+    /// They fence and synchronise again before these codes are read. `is_first` is set with the first codes since
+    /// something else lay there.
+    #[device]
     unsafe fn stage_codes(&self, (codes, scale): &Codes, is_first: bool) {
         let thread = thread::opaque(thread::thread_idx_x());
         // SAFETY: the caller's word.
@@ -127,7 +128,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let to = shared::dynamic::<u32>(CODES);
             unroll!(I < 4; {
                 let unit = thread + I as u32 * (WARPS * 32);
-                // Rows that are not there have zeros, left once.
+                // Rows that do not exist get their zeros once.
                 if Self::row_of(unit) < self.count || is_first {
                     to.store16((unit * 4) as usize, codes[I]);
                 }
@@ -138,12 +139,13 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// A GEMM of up to `TILES` times 8 rows, over all its waves, of which `part` is the first, and what becomes of its
-    /// outputs; `old` is what the first of them are added to. `N` is four times as many columns.
+    /// Runs a GEMM of up to `TILES` times 8 rows, and its epilogue, over all waves. `part` is the block's part of the
+    /// first wave, and `old` is what its first outputs are added to. `N`, the number of columns, is four times that
+    /// number of rows.
     ///
     /// # Safety
     /// As for [`of_some`](crate::decode::Products::of_some).
-    #[inline(always)]
+    #[device]
     pub unsafe fn e4m3_of_some<const TILES: usize, const N: u32>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.
         unsafe {
@@ -175,14 +177,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     let mut turn = 0;
                     while turn < part.problem.depth {
                         if turn > 0 {
-                            // All have multiplied what lies there.
+                            // Waits until all have multiplied what lies there.
                             sync();
                         }
                         if normed && turn == 0 {
                             self.put_factors(norm, squares, lane, warp_id);
                         }
                         self.stage_codes(&codes, turn == 0);
-                        // Both warpgroups have the same.
+                        // Both warpgroups have the same scales; one stores them.
                         if group.half == 0 {
                             shared::dynamic::<f32>(W_SCALES).store(group.lane as usize, w_scale);
                         }
