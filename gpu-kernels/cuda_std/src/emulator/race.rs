@@ -1,7 +1,7 @@
 //! Shadow memory: who used which bytes when.
 //!
-//! A page of the shadow has one cell for each granule of memory. The whole page is one granule until an access to a part
-//! of it comes. Then the page is refined: each cell is split into equal copies, which loses nothing. So a page of
+//! A page of the shadow has one cell for each granule of memory. The whole page is one granule until a part of it is
+//! accessed. Then the page is refined: each cell is split into equal copies, which loses nothing. So a page of
 //! weights that is only read by bulk copies of whole pages has one cell. A cell knows the last writer and the last two
 //! readers. That it forgets a third reader can hide a race under one seed, but never invents one.
 
