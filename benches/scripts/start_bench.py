@@ -36,7 +36,8 @@ SHAPES = {
                  num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=True),
 }
 MERGES = 151_387
-PATTERN = 1 << 20
+# A prime, so that rows of a matrix do not repeat in step.
+PATTERN = 1_048_573
 PROMPT = "impl Add for Point { fn add(self, other: Point) -> Point { Point { x: self.x + other.x } } }\nimpl Sub for"
 
 

@@ -22,7 +22,8 @@ pub struct WeightsArgument {
 
 impl WeightsArgument {
     /// All of them: the name, what it means, and the value.
-    pub const ALL: [(&str, &str, Self); 4] = [
+    pub const ALL: [(&str, &str, Self); 5] = [
+        ("auto", "As the engine keeps them by default", Self { lossless: None, code: None }),
         ("plain", "As they are", Self { lossless: Some(false), code: None }),
         ("packed", "Packed without loss, in some 11.2 bits", Self { lossless: Some(true), code: None }),
         ("fp8", "Layers in FP8", Self { lossless: None, code: Some(Code::E4m3) }),
@@ -35,12 +36,12 @@ impl FromStr for WeightsArgument {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let named = Self::ALL.into_iter().find(|(name, ..)| *name == text);
-        named.map(|(.., weights)| weights).ok_or("--weights is plain, packed, fp8 or int4")
+        named.map(|(.., weights)| weights).ok_or("--weights is auto, plain, packed, fp8 or int4")
     }
 }
 
 /// The arguments of a program that measures: flags that choose kernels (`--kernels FILE`, `--level LEVEL`, `--unfused`,
-/// `--weights plain`, `packed`, `fp8` or `int4`, as in `warpdraft bench`), and words of its own.
+/// `--weights auto`, `plain`, `packed`, `fp8` or `int4`, as in `warpdraft bench`), and words of its own.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Arguments {
     /// How a device is opened.

@@ -100,16 +100,6 @@ impl Record {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Cell {
-    writer: Record,
-    readers: [Record; 2],
-}
-
-impl Cell {
-    const NEW: Self = Self { writer: Record::NONE, readers: [Record::NONE; 2] };
-}
-
 /// The earlier of two accesses that race.
 pub struct Past {
     pub name: Name,
@@ -137,8 +127,11 @@ fn set_bits(bits: &mut Bits, range: Range<usize>) {
 struct Page {
     /// log2 of the granule.
     grain: u32,
-    /// Empty until an access that needs them.
-    cells: Vec<Cell>,
+    /// The last writer of each cell. Empty until an access needs cells. Writers and readers lie apart, since a read of
+    /// many small cells looks at all their writers.
+    writers: Vec<Record>,
+    /// The last reader of each cell, and the last one before it that was another.
+    readers: [Vec<Record>; 2],
     /// Bytes that were read as constant, and the last lane that did so and where.
     constant: Option<(Bits, Name, Site)>,
     /// Bytes that were written. None of them may be among those of `constant`.
@@ -146,13 +139,21 @@ struct Page {
 }
 
 impl Page {
+    /// The cells of these bytes, a part of a cell counted as all of it.
+    fn cells(&self, range: &Range<usize>) -> Range<usize> {
+        range.start >> self.grain..range.end.div_ceil(1 << self.grain)
+    }
+
     fn refine(&mut self, grain: u32) {
-        let copies = if self.cells.is_empty() { PAGE >> grain } else { 1 << (self.grain - grain) };
-        self.cells = if self.cells.is_empty() {
-            vec![Cell::NEW; copies]
-        } else {
-            self.cells.iter().flat_map(|cell| std::iter::repeat_n(*cell, copies)).collect()
-        };
+        let are_new = self.writers.is_empty();
+        let copies = if are_new { PAGE >> grain } else { 1 << (self.grain - grain) };
+        for records in std::iter::once(&mut self.writers).chain(&mut self.readers) {
+            *records = if are_new {
+                vec![Record::NONE; copies]
+            } else {
+                records.iter().flat_map(|record| std::iter::repeat_n(*record, copies)).collect()
+            };
+        }
         self.grain = grain;
     }
 
@@ -165,26 +166,32 @@ impl Page {
             self.note_written(range.clone())?;
         }
         let grain = ((range.start | range.end) as u32 | 1 << COARSEST).trailing_zeros();
-        if self.cells.is_empty() || grain < self.grain {
+        if self.writers.is_empty() || grain < self.grain {
             self.refine(grain);
         }
-        for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
-            let conflicts = |past: &Record| !(past.before(clock) || past.mode.atomic() && record.mode.atomic());
-            if conflicts(&cell.writer) {
-                return Err(cell.writer.access());
-            }
-            if record.mode.writes() {
-                if let Some(reader) = cell.readers.iter().find(|reader| conflicts(reader)) {
-                    return Err(reader.access());
-                }
-                *cell = Cell { writer: record, readers: [Record::NONE; 2] };
-            } else {
-                if cell.readers[0].name != record.name {
-                    cell.readers[1] = cell.readers[0];
-                }
-                cell.readers[0] = record;
-            }
+        let cells = self.cells(&range);
+        let conflicts = |past: &&Record| !(past.before(clock) || past.mode.atomic() && record.mode.atomic());
+        let writers = &mut self.writers[cells.clone()];
+        if let Some(writer) = writers.iter().find(conflicts) {
+            return Err(writer.access());
         }
+        let [last, before] = &mut self.readers;
+        let (last, before) = (&mut last[cells.clone()], &mut before[cells]);
+        if !record.mode.writes() {
+            for (last, before) in last.iter_mut().zip(before) {
+                if last.name != record.name {
+                    *before = *last;
+                }
+                *last = record;
+            }
+            return Ok(());
+        }
+        if let Some(reader) = last.iter().chain(before.iter()).find(conflicts) {
+            return Err(reader.access());
+        }
+        writers.fill(record);
+        last.fill(Record::NONE);
+        before.fill(Record::NONE);
         Ok(())
     }
 
@@ -205,8 +212,8 @@ impl Page {
 
     fn read_constant(&mut self, range: Range<usize>, record: Record) -> Result<(), Past> {
         if self.written.as_ref().is_some_and(|bits| any_bits(bits, range.clone())) {
-            let cell = self.cells[range.start >> self.grain..].first();
-            return Err(cell.map_or_else(|| self.constant_reader(), |cell| cell.writer.access()));
+            let writer = self.writers.get(range.start >> self.grain);
+            return Err(writer.map_or_else(|| self.constant_reader(), Record::access));
         }
         let (bits, name, site) =
             self.constant.get_or_insert_with(|| (Box::new([0; PAGE / 16]), record.name, record.site));
@@ -217,8 +224,9 @@ impl Page {
 
     /// Replaces the marks that a copy in flight left by `record`, the access as which it ends.
     fn land(&mut self, range: Range<usize>, flight: Mode, record: Record) {
-        for cell in &mut self.cells[range.start >> self.grain..range.end >> self.grain] {
-            for past in std::iter::once(&mut cell.writer).chain(&mut cell.readers) {
+        let cells = self.cells(&range);
+        for records in std::iter::once(&mut self.writers).chain(&mut self.readers) {
+            for past in &mut records[cells.clone()] {
                 if past.epoch == IN_FLIGHT && past.mode == flight {
                     *past = record;
                 }
@@ -279,11 +287,9 @@ impl Shadow {
     /// Visits the last write of each granule of the bytes until `wanted` accepts one, and returns that.
     pub fn find_writer(&mut self, bytes: Range<usize>, mut wanted: impl FnMut(Name, u32) -> bool) -> Option<Past> {
         let search = self.pages(bytes, |page, range| {
-            let end = range.end.div_ceil(1 << page.grain);
-            let cells = page.cells.get(range.start >> page.grain..end);
-            let mut cells = cells.unwrap_or_default().iter();
-            let found = cells.find(|cell| cell.writer.epoch != 0 && wanted(cell.writer.name, cell.writer.epoch));
-            found.map_or(Ok(()), |cell| Err(cell.writer.access()))
+            let mut writers = page.writers.get(page.cells(&range)).unwrap_or_default().iter();
+            let found = writers.find(|writer| writer.epoch != 0 && wanted(writer.name, writer.epoch));
+            found.map_or(Ok(()), |writer| Err(writer.access()))
         });
         search.err()
     }
