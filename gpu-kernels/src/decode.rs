@@ -180,7 +180,7 @@ pub struct DecodeStep {
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them: for each layer QKV, output, gate-up, down; then
     /// the head.
     pub stream: Global<bf16>,
-    /// The weights, packed: all of them, or the head alone for kernels whose head alone is packed.
+    /// The weights, packed: all of them for the kernels that read such layers; for the others the head, or nothing.
     pub lossless: Lossless,
     /// The layers' matrices as [codes](crate::weights::quantized#layout), for the kernels that read them.
     pub codes: Global<u8>,
@@ -188,8 +188,8 @@ pub struct DecodeStep {
     pub e4m3: crate::e4m3::Weights,
     /// Where the kernels that multiply in e4m3 put the codes of their inputs, in a step of several rows.
     pub inputs: crate::e4m3::Inputs,
-    /// The chunk at which the head begins, in the stream or in what is packed, whichever has it. For the kernels whose
-    /// head has another format than the layers' matrices.
+    /// The chunk of the stream at which the head begins, for the kernels that read no other matrix from there; 0 for
+    /// kernels for one row with a packed head.
     pub head_base: u64,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
@@ -381,6 +381,20 @@ impl DecodeStep {
         Matrix::numbered(if index == 4 * self.layer_count { Matrix::Head as u32 } else { index % 4 })
     }
 
+    /// Whether a kernel for layers in the format `F` reads a packed head. For one row each choice has a kernel of its
+    /// own: what `PACKED_HEAD` says. Kernels for several rows choose at run time. But those with a short ring cannot
+    /// read packed weights. And others would lack registers: those for plain layers, for rows of several sequences, and
+    /// for cards after Hopper, where consumers cannot take other warps' registers.
+    #[device]
+    const fn packs_head<F: WeightFormat, const ROWS: u8, const PACKED_HEAD: bool, const SHORT: bool>(
+        &self,
+        one_row: bool,
+    ) -> bool {
+        let is_hopper = cfg!(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"));
+        let may_choose = F::PLAIN_HEAD && !SHORT && ROWS != SEQUENCES && is_hopper;
+        if one_row { PACKED_HEAD } else { may_choose && !self.lossless.tiles.is_null() }
+    }
+
     /// Whether a matrix's input has yet to be divided by its norm.
     #[device]
     const fn is_normed(&self, matrix: Matrix) -> bool {
@@ -438,13 +452,14 @@ impl DecodeStep {
     }
 }
 
-/// Runs a step of one row. Does nothing if the step has another number of rows.
+/// Runs a step of one row, with a packed head beside the layers if `PACKED_HEAD`. Does nothing if the step has another
+/// number of rows.
 #[device]
-unsafe fn decode_one<F: WeightFormat>(p: &DecodeStep) {
+unsafe fn decode_one<F: WeightFormat, const PACKED_HEAD: bool>(p: &DecodeStep) {
     // SAFETY: the caller's word.
     unsafe {
         if p.work.rows.count.load(0) == 1 {
-            run::<F, 1, true, CHAIN, ANY, false>(p, 1);
+            run::<F, 1, true, PACKED_HEAD, CHAIN, ANY, false>(p, 1);
         }
     }
 }
@@ -456,7 +471,7 @@ unsafe fn decode<F: WeightFormat, const TILES: usize, const ROWS: u8, const ATTE
     unsafe {
         let count = p.work.rows.count.load(0).min(TILES as u32 * 8);
         if count > 1 && is_for::<ATTENTION>(p, count) {
-            run::<F, TILES, false, ROWS, ATTENTION, false>(p, count);
+            run::<F, TILES, false, false, ROWS, ATTENTION, false>(p, count);
         }
     }
 }
@@ -469,7 +484,8 @@ unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
         || (p.has_wgmma_attention != 0 && unsafe { producer::wants_wgmma(p, count) }) == (ATTENTION == WGMMA)
 }
 
-/// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`.
+/// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`. For `PACKED_HEAD` see
+/// [`packs_head`](DecodeStep::packs_head).
 ///
 /// # Safety
 /// The step has `count` rows, which relate as `ROWS` says: 1 if `ONE`, else at most `TILES` times 8 and
@@ -479,6 +495,7 @@ unsafe fn run<
     F: WeightFormat,
     const TILES: usize,
     const ONE: bool,
+    const PACKED_HEAD: bool,
     const ROWS: u8,
     const ATTENTION: u8,
     const SHORT: bool,
@@ -521,11 +538,11 @@ unsafe fn run<
         let warp_id = warp::shuffle_idx(thread::warp_id(), 0);
         if warp_id < WARPS {
             take_registers();
-            Consumer::<ROWS, SHORT>::new::<F>(p, count, flag).run::<F, TILES, ONE, ATTENTION>();
+            Consumer::<ROWS, SHORT>::new::<F>(p, count, flag).run::<F, TILES, ONE, PACKED_HEAD, ATTENTION>();
         } else {
             give_registers();
             if warp_id == WARPS {
-                produce::<F, ROWS, ATTENTION, SHORT>(p, ONE);
+                produce::<F, ROWS, PACKED_HEAD, ATTENTION, SHORT>(p, ONE);
             } else if ONE && warp_id == WARPS + 1 {
                 consumer::factors(p, flag);
             }

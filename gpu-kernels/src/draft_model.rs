@@ -35,7 +35,7 @@
 
 use cuda_std::{Global, GlobalMut, device, kernel, thread, warp};
 
-use crate::drafting::{self, Cost, ONE};
+use crate::drafting::{self, Cost, ONE, Record};
 use crate::logprobs::{self, NoteLogits, Wanted};
 use crate::sample::THREADS;
 use crate::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, SequenceState, allow_next_launch};
@@ -130,24 +130,12 @@ impl Economy {
     }
 }
 
-/// The estimate after a proposal. `tried` of its drafts met a token of the text, and the first `right` of these were
-/// right.
-#[device]
-pub fn tried(mut acceptance: u32, right: u32, tried: u32) -> u32 {
-    let mut i = 0;
-    while i < right {
-        acceptance = drafting::learned(acceptance, true);
-        i += 1;
-    }
-    if right < tried { drafting::learned(acceptance, false) } else { acceptance }
-}
-
 /// The words of a draft model's sequence on the device, beside its cache.
 pub struct DraftWords;
 
 impl DraftWords {
     /// How many words there are.
-    pub const COUNT: usize = Self::AGREED + 1;
+    pub const COUNT: usize = Self::TRIALS + 2;
     /// Word: tokens of the history when the last proposal was made.
     pub const LENGTH: usize = 0;
     /// Word: how many tokens of the history, from the first on, have their keys and values in the draft model's cache.
@@ -172,6 +160,8 @@ impl DraftWords {
     pub const BEHIND: usize = Self::GUESS + MAX_DECODE_ROWS as usize;
     /// Word: tokens of the chain before the last that the text agreed with.
     pub const AGREED: usize = Self::BEHIND + 1;
+    /// Two words: the trials behind [`MODEL`](Self::MODEL) and [`NGRAM`](Self::NGRAM).
+    pub const TRIALS: usize = Self::AGREED + 1;
 
     /// The words after both models have read a prompt of `length` tokens.
     pub fn after_prompt(length: u32) -> [u32; Self::COUNT] {
@@ -245,7 +235,9 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         let length = of_sequence.load(SequenceState::LENGTH);
         let finished = of_sequence.load(SequenceState::FINISHED) != 0;
         let (before, cached, chained) = (word(DraftWords::LENGTH), word(DraftWords::CACHED), word(DraftWords::CHAINED));
-        let (mut model, mut ngram) = (word(DraftWords::MODEL), word(DraftWords::NGRAM));
+        let record =
+            |of: usize, trials: usize| Record { acceptance: word(of), trials: word(DraftWords::TRIALS + trials) };
+        let (model, ngram) = (record(DraftWords::MODEL, 0), record(DraftWords::NGRAM, 1));
         let (guessed_before, mut confidence) = (word(DraftWords::GUESSED), word(DraftWords::CONFIDENCE));
         let slot = (lane % MAX_DECODE_ROWS) as usize;
         let (chain, guess_before) = (word(DraftWords::CHAIN + slot), word(DraftWords::GUESS + slot));
@@ -268,8 +260,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         let (chain_tried, guess_tried) = (chained.min(new), guessed_before.min(new));
         let agreed = warp::ballot(lane < chain_tried && chain == token).trailing_ones();
         let guess_agreed = warp::ballot(lane < guess_tried && guess_before == token).trailing_ones();
-        model = tried(model, agreed, chain_tried);
-        ngram = tried(ngram, guess_agreed, guess_tried);
+        let (model, ngram) = (model.after(agreed, chain_tried), ngram.after(guess_agreed, guess_tried));
         let mut i = 0;
         while i < chain_tried && i <= agreed {
             confidence = drafting::mean(confidence, warp::shuffle_idx(said, i).min(ONE));
@@ -282,6 +273,7 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         let lag = length.saturating_sub(valid + p.shift);
         let mut choice = Choice::default();
         if !finished {
+            let (model, ngram) = (model.acceptance, ngram.acceptance);
             choice = p.economy.choose(Prospect { model, ngram, lag, left, guessed });
         }
 
@@ -311,14 +303,16 @@ pub unsafe fn plan_draft(p: PlanDraft) {
             p.words.store(DraftWords::LENGTH, length);
             p.words.store(DraftWords::CACHED, valid + choice.rows);
             p.words.store(DraftWords::CHAINED, choice.chain);
-            p.words.store(DraftWords::MODEL, model);
-            p.words.store(DraftWords::NGRAM, ngram);
+            p.words.store(DraftWords::MODEL, model.acceptance);
+            p.words.store(DraftWords::NGRAM, ngram.acceptance);
+            p.words.store(DraftWords::TRIALS, model.trials);
+            p.words.store(DraftWords::TRIALS + 1, ngram.trials);
             p.words.store(DraftWords::GUESSED, guessed);
             p.words.store(DraftWords::CONFIDENCE, confidence);
             p.words.store(DraftWords::WANTED, choice.wanted);
             p.words.store(DraftWords::BEHIND, lag - choice.rows);
             p.words.store(DraftWords::AGREED, agreed);
-            of_sequence.store(SequenceState::ACCEPTANCE, if choice.by_guess { ngram } else { model });
+            of_sequence.store(SequenceState::ACCEPTANCE, if choice.by_guess { ngram } else { model }.acceptance);
             p.noted.store(Wanted::ROW, choice.rows.wrapping_sub(1));
         }
     }

@@ -23,6 +23,8 @@ pub const ONE: u32 = 1 << 16;
 pub const UNTRIED: u32 = ONE / 2;
 /// A trial has the weight `1 / 2^WEIGHT` in the estimate.
 const WEIGHT: u32 = 3;
+/// As how many trials [`UNTRIED`] counts in a [`Record`].
+const PRIOR: u32 = 2;
 
 /// The estimate after one more trial.
 #[device]
@@ -34,6 +36,45 @@ pub fn learned(acceptance: u32, right: bool) -> u32 {
 #[device]
 pub fn mean(before: u32, value: u32) -> u32 {
     if value >= before { before + ((value - before) >> WEIGHT) } else { before - ((before - value) >> WEIGHT) }
+}
+
+/// How a source of drafts has fared. At first the estimate is the mean of all trials, so that few of them tell a
+/// hopeless source, whose drafts have cost passes; later recent trials count most, as in [`learned`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The estimate of the probability that a draft is right.
+    pub acceptance: u32,
+    /// How many trials it was made from.
+    pub trials: u32,
+}
+
+impl Record {
+    /// Before the first trial.
+    pub const NEW: Self = Self { acceptance: UNTRIED, trials: 0 };
+
+    /// After one more trial.
+    #[device]
+    pub fn learned(self, right: bool) -> Self {
+        let (value, trials) = (if right { ONE } else { 0 }, self.trials.saturating_add(1));
+        let counted = PRIOR as u64 + trials as u64;
+        let acceptance = if counted < 1 << WEIGHT {
+            ((self.acceptance as u64 * (counted - 1) + value as u64) / counted) as u32
+        } else {
+            mean(self.acceptance, value)
+        };
+        Self { acceptance, trials }
+    }
+
+    /// After a proposal. `tried` of its drafts met a token of the text, and the first `right` of these were right.
+    #[device]
+    pub fn after(mut self, right: u32, tried: u32) -> Self {
+        let mut i = 0;
+        while i < right {
+            self = self.learned(true);
+            i += 1;
+        }
+        if right < tried { self.learned(false) } else { self }
+    }
 }
 
 /// What drafts add to the time of a step of one row, as shares of that time.

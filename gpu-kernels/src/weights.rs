@@ -27,8 +27,6 @@ mod e4m3;
 pub mod lossless;
 pub mod quantized;
 
-use core::marker::PhantomData;
-
 use cuda_std::shared::{self, Shared};
 use cuda_std::{Global, bf16, bulk, device, mma, thread, warp};
 
@@ -54,11 +52,9 @@ pub(crate) trait WeightFormat: Copy {
     /// How they are multiplied.
     type Products: Products<Self>;
 
-    /// The format of the head's weights.
-    type Head: WeightFormat;
-
-    /// Whether the head's format is another one.
-    const OTHER_HEAD: bool = false;
+    /// Whether the head is not in this format, but plain. (For the decode kernel it may also be packed beside layers in
+    /// a format that is not: see [`DecodeStep::lossless`].)
+    const PLAIN_HEAD: bool = false;
 
     /// Chunks of a stage: consecutive ones of an N-tile. If an N-tile's chunks are no multiple of this, its last stage
     /// has fewer.
@@ -146,7 +142,6 @@ pub struct Plain<const AHEAD: bool = false>;
 
 impl<const AHEAD: bool> WeightFormat for Plain<AHEAD> {
     type Products = OfFragments;
-    type Head = Self;
 
     #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
@@ -185,45 +180,6 @@ impl<const AHEAD: bool> FragmentFormat for Plain<AHEAD> {
     #[device]
     unsafe fn scale(_: &DecodeStep, _: u32) -> f32 {
         1.0
-    }
-}
-
-/// [`Plain`] layers, and a head in the format `H`.
-#[derive(Clone, Copy)]
-pub struct PlainLayers<H>(PhantomData<H>);
-
-impl<H: WeightFormat> WeightFormat for PlainLayers<H> {
-    type Products = OfFragments;
-    type Head = H;
-    const OTHER_HEAD: bool = true;
-
-    #[device]
-    unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
-        // SAFETY: the caller's word.
-        unsafe { <Plain>::fill(p, ring, wave, n_tile, q) }
-    }
-}
-
-impl<H: WeightFormat> FragmentFormat for PlainLayers<H> {
-    const COSTLY: bool = <Plain>::COSTLY;
-    type Chunk = ();
-
-    #[device]
-    unsafe fn load(
-        p: &DecodeStep,
-        chunk: (&Ring, u32),
-        k_partial: u32,
-        lane: u32,
-        beside: impl FnMut(usize),
-    ) -> WeightFragments {
-        // SAFETY: the caller's word.
-        unsafe { <Plain>::load(p, chunk, k_partial, lane, beside) }
-    }
-
-    #[device]
-    unsafe fn scale(p: &DecodeStep, index: u32) -> f32 {
-        // SAFETY: the caller's word.
-        unsafe { <Plain>::scale(p, index) }
     }
 }
 

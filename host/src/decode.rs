@@ -240,6 +240,10 @@ impl Decode {
                 DecodeStep { e4m3: *weights, inputs: inputs.parts(), head_base: *head_base, ..step }
             }
         };
+        let step = match self.packed_head {
+            Some(lossless) => DecodeStep { lossless, ..step },
+            None => step,
+        };
         let step = DecodeStep {
             norms: self.norms.ptr(),
             biases: self.biases.as_ref().map_or(Global::default(), Buffer::ptr),
@@ -305,13 +309,11 @@ impl Decode {
         // SAFETY: the caller's word.
         unsafe {
             match kernel {
-                DecodeKernel::One => match self.packed_head {
-                    None => launch!(One),
-                    Some(lossless) => {
-                        let step = DecodeStep { lossless, head_base: 0, ..step };
-                        device.launch_cooperative::<F::OneLosslessHead>(self.grid, shared_bytes, step)
-                    }
-                },
+                DecodeKernel::One if self.packed_head.is_some() => {
+                    let step = DecodeStep { head_base: 0, ..step };
+                    device.launch_cooperative::<F::OneLosslessHead>(self.grid, shared_bytes, step)
+                }
+                DecodeKernel::One => launch!(One),
                 DecodeKernel::Few => launch!(Few),
                 DecodeKernel::Many => launch!(Many),
                 DecodeKernel::Tree => launch!(Tree),

@@ -11,6 +11,8 @@ use crate::Error;
 use crate::device::Device;
 use crate::forward::{Footprint, Forward, HeadWeights};
 use crate::kept::Kept;
+use crate::tuning::{draft_permille, layer_bytes};
+use crate::weights::Compact;
 
 /// A budget threshold that never binds: one sequence may use every row.
 pub(crate) const NO_THRESHOLD: i32 = i32::MAX / 2;
@@ -95,11 +97,11 @@ impl DraftCheckpoint {
         matches!(self, Self::Eagle3(_))
     }
 
-    /// The cost of a pass over one row, in bytes: see [`pass_bytes`].
+    /// The cost of a pass over one row with weights in bf16: see [`pass_bytes`].
     pub(crate) fn pass_bytes(&self, layer_bytes: u64) -> u64 {
         match self {
-            Self::Model(draft) => pass_bytes(&draft.config, layer_bytes),
-            Self::Eagle3(head) => head_pass_bytes(head.pass_parameters(), layer_bytes),
+            Self::Model(draft) => plain_pass_bytes(&draft.config, layer_bytes),
+            Self::Eagle3(head) => pass_bytes(2 * head.pass_parameters() as u64, 1, layer_bytes),
         }
     }
 }
@@ -363,23 +365,32 @@ fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error>
     Err(Error::DraftVocabulary { id, model: name(model), draft: name(draft) })
 }
 
-/// The cost of a pass of a model over one row, as the bytes that could be read from memory in that time: the weights,
-/// and `layer_bytes` for each layer's other work.
-pub(crate) fn pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
-    config.step_weight_bytes(2) as u64 + config.num_hidden_layers as u64 * layer_bytes
+/// The cost of a pass over one row, as the bytes that could be read from memory in that time: `weights` bytes, and
+/// `layer_bytes` for each layer's other work. A head is one layer.
+pub(crate) const fn pass_bytes(weights: u64, layers: usize, layer_bytes: u64) -> u64 {
+    weights + layers as u64 * layer_bytes
 }
 
-/// As [`pass_bytes`], for a head. It is one layer, and a pass reads `parameters` parameters.
-pub(crate) const fn head_pass_bytes(parameters: usize, layer_bytes: u64) -> u64 {
-    2 * parameters as u64 + layer_bytes
+/// As [`pass_bytes`], for a model whose weights are in bf16.
+pub(crate) fn plain_pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
+    pass_bytes(config.step_weight_bytes(2) as u64, config.num_hidden_layers, layer_bytes)
 }
 
-/// A pass that takes as long as reading `bytes`, as a share of a pass of `model` over one row (in units of 1 /
-/// [`drafting::ONE`]).
-pub(crate) fn pass_share(model: &Config, bytes: u64, layer_bytes: u64) -> u32 {
-    let share = u128::from(bytes) * u128::from(drafting::ONE) / u128::from(pass_bytes(model, layer_bytes).max(1));
+/// A pass that takes as long as reading `bytes`, as a share of a pass that takes as long as reading `of_model` (in
+/// units of 1 / [`drafting::ONE`]).
+pub(crate) fn pass_share(of_model: u64, bytes: u64) -> u32 {
+    let share = u128::from(bytes) * u128::from(drafting::ONE) / u128::from(of_model.max(1));
     // Bounded: a draft model that is far too slow is never worth it, however slow it is.
     share.clamp(1, 16 * u128::from(drafting::ONE)) as u32
+}
+
+/// What drafts add to a step of the decode kernel over a model of so many `layers`, with these `matrices`. A step of
+/// one row takes as long as reading `of_model` bytes.
+pub(crate) fn decode_cost(matrices: &Compact, layers: usize, of_model: u64) -> drafting::Cost {
+    let drafting::Cost { any, each } = draft_permille(matrices);
+    let cost =
+        |of_layer: u64, permille: u32| pass_share(of_model, layers as u64 * of_layer) + permille * drafting::ONE / 1000;
+    drafting::Cost { any: cost(layer_bytes::SEVERAL_ROWS, any), each: cost(layer_bytes::EACH_ROW, each) }
 }
 
 /// Appends the tokens after `history`, and returns them: one, and one more for each right draft. Stops at `max_length`
@@ -414,15 +425,26 @@ mod tests {
     use gpu_kernels::drafting::ONE;
     use model::Config;
 
-    use super::{pass_bytes, pass_share};
+    use super::{decode_cost, pass_share, plain_pass_bytes};
+    use crate::weights::Compact;
 
     #[test]
     fn a_pass_costs_what_its_weights_and_layers_take() {
         let [small, large] = ["0.6B", "8B"].map(|name| Config::published(name).unwrap());
-        let cost = |model, draft, layer| pass_share(model, pass_bytes(draft, layer), layer);
+        let cost = |model, draft, layer| pass_share(plain_pass_bytes(model, layer), plain_pass_bytes(draft, layer));
         assert_eq!(cost(&large, &large, 1 << 25), ONE);
         let (weights, with_layers) = (cost(&large, &small, 0), cost(&large, &small, 1 << 25));
         assert!(weights > ONE / 15 && with_layers > weights && with_layers < ONE / 7, "{weights}, {with_layers}");
         assert!(cost(&small, &large, 0) > 10 * ONE);
+    }
+
+    #[test]
+    fn drafts_cost_a_small_model_a_larger_share_of_its_step() {
+        let [small, large] = ["0.6B", "8B"].map(|name| {
+            let config = Config::published(name).unwrap();
+            decode_cost(&Compact::None, config.num_hidden_layers, plain_pass_bytes(&config, 1 << 25))
+        });
+        assert!(small.any > 4 * large.any && small.each > 4 * large.each, "{small:?}, {large:?}");
+        assert!((ONE / 25..ONE / 15).contains(&large.any) && large.each < ONE / 100, "{large:?}");
     }
 }

@@ -13,6 +13,7 @@ mod unfused;
 
 use cuda_std::Global;
 use gpu_kernels::decode::{DecodeStep, Mark};
+use gpu_kernels::drafting::Cost;
 use gpu_kernels::eagle::EagleStep;
 use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::N_TILE;
@@ -36,9 +37,11 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::decode::Decode;
 use crate::device::{Buffer, Device};
+use crate::draft::{decode_cost, pass_bytes};
 use crate::lossless::Packed;
 use crate::prefill::Prefill;
 use crate::timed::timed;
+use crate::tuning::{DRAFT_COST, layer_bytes};
 use crate::weights::DeviceWeights;
 
 /// A model on a device, with the memory of its sequences: KV cache, activations, logits. All memory is allocated in
@@ -254,7 +257,20 @@ impl Forward {
         self.weights.compact.bytes()
     }
 
-    /// Bytes of the packed head that steps of one row read, if the head was packed alone.
+    /// The cost of a step of one row: see [`pass_bytes`].
+    pub(crate) fn pass_bytes(&self) -> u64 {
+        pass_bytes(self.weights.step_bytes(&self.config), self.config.num_hidden_layers, layer_bytes::ONE_ROW)
+    }
+
+    /// What drafts add to the time of a step of one row.
+    pub(crate) fn draft_cost(&self) -> Cost {
+        match self.decode {
+            Some(_) => decode_cost(&self.weights.compact, self.config.num_hidden_layers, self.pass_bytes()),
+            None => DRAFT_COST,
+        }
+    }
+
+    /// Bytes of the packed head that the decode kernel reads, if the head was packed alone.
     pub fn packed_head_bytes(&self) -> Option<u64> {
         self.weights.packed_head.as_ref().map(Packed::bytes)
     }

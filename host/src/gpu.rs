@@ -247,7 +247,7 @@ impl Gpu {
             proposals: Proposals::new(device)?,
             ngram: NgramDrafter::new(device)?,
             script: None,
-            model: draft.map(|draft| ModelDrafter::new(draft, config)).transpose()?,
+            model: draft.map(|draft| ModelDrafter::new(draft, &forward)).transpose()?,
             run_ahead: RUN_AHEAD,
             run: Run {
                 sampling: Sampling::default(),

@@ -16,8 +16,8 @@ pub struct Kept {
     /// Whether the bf16 weights of all layers are kept beside it. If not, a layer's bf16 weights are made again
     /// whenever a pass reads them.
     pub plain: bool,
-    /// The packed size of the output head, if a packed head is kept beside the head's bf16 weights. Steps of one row
-    /// read it. Never set where all matrices are packed.
+    /// The packed size of the output head, if a packed head is kept beside the head's bf16 weights. Steps of one
+    /// row read it, and of several rows those beside codes. Never set where all matrices are packed.
     pub head: Option<PackedSize>,
 }
 

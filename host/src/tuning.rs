@@ -11,19 +11,39 @@ use gpu_kernels::batched::MAX_BATCHED_ROWS;
 use gpu_kernels::drafting;
 
 use crate::device::Capabilities;
+use crate::weights::Compact;
 
 /// Most rows of a pass over prompts, which reads every weight once for all of them. The same for all cards, because how
 /// much memory a model needs is told before the card is known.
 pub const PASS_ROWS: usize = 8192;
 
-/// What a draft adds to the time of a decode step on a device. It lies between what it adds with bf16 weights and with
-/// packed ones (`docs/reference/kernels/decode.md`). The same for all cards, so that a text takes the same steps on
-/// every card.
+/// What a draft adds to the time of a step wherever steps of one row and of several take the same way: in batches, and
+/// on the unfused path. The same for all cards, so that a text takes the same steps on every card.
 pub(crate) const DRAFT_COST: drafting::Cost = drafting::Cost { any: 0, each: drafting::ONE / 64 };
 
-/// The time that a layer of a decode step takes besides reading its weights, as the bytes that could be read meanwhile
-/// (`docs/reference/kernels/decode.md`). The cost of a draft model's pass follows from it.
-pub(crate) const DRAFT_LAYER_BYTES: u64 = 32 << 20;
+/// What the decode kernel takes for each layer besides reading its weights, as the bytes that could be read meanwhile
+/// (`docs/reference/kernels/decode.md`). The costs of drafts and of a draft model's passes follow from it. The same for
+/// all cards, as [`DRAFT_COST`].
+pub(crate) mod layer_bytes {
+    /// With one row.
+    pub(crate) const ONE_ROW: u64 = 32 << 20;
+    /// More for several rows: grid barriers take the place of words.
+    pub(crate) const SEVERAL_ROWS: u64 = 24 << 20;
+    /// More for each row but the first.
+    pub(crate) const EACH_ROW: u64 = 2 << 20;
+}
+
+/// What drafts add to the time of a step of the decode kernel besides [`layer_bytes`], in thousandths of a step of one
+/// row: a row's products hide behind the reading of bf16 weights, and less so behind that of fewer bytes.
+pub(crate) const fn draft_permille(matrices: &Compact) -> drafting::Cost {
+    let (any, each) = match matrices {
+        Compact::None => (0, 0),
+        Compact::Packed(_) => (30, 4),
+        Compact::Quantized(_) => (180, 10),
+        Compact::E4m3(_) => (330, 10),
+    };
+    drafting::Cost { any, each }
+}
 
 /// How long work is taken to last until it has been measured, in seconds. Cards of recent years are about so fast.
 pub(crate) mod first_guess {

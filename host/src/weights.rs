@@ -40,7 +40,7 @@ pub struct DeviceWeights {
     pub stream: Stream,
     /// The matrices in fewer bytes than bf16 takes, if they are kept so.
     pub compact: Compact,
-    /// The head packed without loss, for steps of one row, beside codes of the layers' matrices.
+    /// The head packed without loss, for the decode kernel, if the other matrices are not.
     pub packed_head: Option<Packed>,
 }
 
@@ -236,6 +236,20 @@ impl DeviceWeights {
     /// The matrices packed without loss, if they are kept so.
     pub fn packed(&self) -> Option<&Packed> {
         if let Compact::Packed(packed) = &self.compact { Some(packed) } else { None }
+    }
+
+    /// Bytes of the weights that a step of one row reads.
+    pub(crate) fn step_bytes(&self, config: &Config) -> u64 {
+        let head = 2 * config.head().weights() as u64;
+        let all: u64 = config.gemms().map(|gemm| 2 * gemm.weights() as u64).sum();
+        let (matrices, compact) = match &self.compact {
+            Compact::None => (0, 0),
+            Compact::Quantized(codes) => (all - head, codes.bytes()),
+            Compact::E4m3(codes) => (all - head, codes.bytes()),
+            Compact::Packed(packed) => (all, packed.bytes()),
+        };
+        let (of_head, packed_head) = self.packed_head.as_ref().map_or((0, 0), |packed| (head, packed.bytes()));
+        config.step_weight_bytes(2) as u64 + compact + packed_head - matrices - of_head
     }
 
     /// Makes the [stream](Self::stream) hold a layer's matrices for the launches that follow. If it has room for one

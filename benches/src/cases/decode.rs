@@ -87,6 +87,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     let compact = forward.compact_bytes();
     let bytes = weight_bytes(config, sizes.code, compact);
     let saved = head_saved(config, forward.packed_head_bytes());
+    let reads_either_head = sizes.code.is_some() && in_one_launch;
     let tokens: Vec<i32> = (0..capacity).map(|i| (i * 7919 % config.vocab_size) as i32).collect();
     let mut history = device.upload(&tokens)?;
     let drafts = device.upload(&tokens[..MAX_DECODE_ROWS as usize])?;
@@ -163,7 +164,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
                 },
                 unit: Unit::Microseconds,
                 work: Work {
-                    bytes: bytes + kv - if rows == 1 { saved } else { 0 },
+                    bytes: bytes + kv - if rows == 1 || reads_either_head { saved } else { 0 },
                     operations: u64::from(rows) * config.step_weight_bytes(2) as u64,
                 },
                 path: Path::Read,
@@ -175,7 +176,7 @@ pub fn run(bench: &mut Bench<'_>, sizes: &DecodeSizes) -> Result<(), BenchError>
     Ok(())
 }
 
-/// Bytes that a step of one row need not read if the head is packed.
+/// Bytes that a step need not read if the head is packed.
 fn head_saved(config: &Config, packed: Option<u64>) -> u64 {
     packed.map_or(0, |packed| (2 * config.head().weights() as u64).saturating_sub(packed))
 }

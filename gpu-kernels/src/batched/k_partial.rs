@@ -31,7 +31,7 @@ impl KPartial {
     #[device]
     pub unsafe fn new<F: BatchedFormat>(phase: Global<Phase>, number: u32, depth: u32) -> Self {
         // SAFETY: the caller's word.
-        let is_plain = F::OTHER_HEAD && unsafe { !field!(phase, plain: Global<bf16>).is_null() };
+        let is_plain = F::PLAIN_HEAD && unsafe { !field!(phase, plain: Global<bf16>).is_null() };
         Self { number, depth, is_plain }
     }
 }

@@ -121,7 +121,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
             }
             let (wave_n_tiles, chunks) = (N_TILES * p.blocks, gemm.k.div_ceil(CHUNK_FEATURES));
             let first = field!(gemm.phase, base: u64);
-            let plain = if F::OTHER_HEAD { field!(gemm.phase, plain: Global<bf16>) } else { Global::default() };
+            let plain = if F::PLAIN_HEAD { field!(gemm.phase, plain: Global<bf16>) } else { Global::default() };
             let mut filled = 0;
             let mut number = thread::block_idx_x();
             while let Some(unit) = gemm.unit(number, ROWS) {

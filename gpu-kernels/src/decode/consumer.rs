@@ -29,7 +29,7 @@ use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::Ring;
 use crate::step::MAX_DECODE_ROWS;
 use crate::waiting;
-use crate::weights::{FragmentFormat, WeightFormat};
+use crate::weights::{FragmentFormat, Lossless, Plain, WeightFormat};
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use e4m3::OfCodes;
 pub use one::{ONE_BYTES, factors};
@@ -81,7 +81,15 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     /// The step has `count` rows: one if `ONE`, else at most `TILES` times 8. It is called once, by the consumers of
     /// every block; a warp [produces](super::producer::produce), and if `ONE` another finds [`factors`].
     #[device]
-    pub unsafe fn run<F: WeightFormat, const TILES: usize, const ONE: bool, const ATTENTION: u8>(&mut self) {
+    pub unsafe fn run<
+        F: WeightFormat,
+        const TILES: usize,
+        const ONE: bool,
+        const PACKED_HEAD: bool,
+        const ATTENTION: u8,
+    >(
+        &mut self,
+    ) {
         // SAFETY: the caller's word.
         unsafe {
             self.mark(Mark::Begin);
@@ -95,13 +103,22 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
             let mut old = if ONE { Default::default() } else { self.first_addends(&part) };
             loop {
                 let (matrix, layer) = (self.p.matrix(index), index / 4);
-                match (ONE, F::OTHER_HEAD && matrix == Matrix::Head) {
-                    (true, false) => F::Products::of_one(self, part),
-                    (true, true) => <F::Head as WeightFormat>::Products::of_one(self, part),
-                    (false, false) => F::Products::of_some::<ROWS, SHORT, TILES>(self, part, old),
-                    (false, true) => {
-                        <F::Head as WeightFormat>::Products::of_some::<ROWS, SHORT, TILES>(self, part, old);
-                    }
+                let has_other_format = (F::PLAIN_HEAD || PACKED_HEAD) && matrix == Matrix::Head;
+                let is_packed = has_other_format && self.p.packs_head::<F, ROWS, PACKED_HEAD, SHORT>(ONE);
+                macro_rules! gemm {
+                    ($format:ty) => {{
+                        type Of<F> = <F as WeightFormat>::Products;
+                        if ONE {
+                            <Of<$format> as Products<$format>>::of_one(self, part)
+                        } else {
+                            <Of<$format> as Products<$format>>::of_some::<ROWS, SHORT, TILES>(self, part, old)
+                        }
+                    }};
+                }
+                match (has_other_format, is_packed) {
+                    (false, _) => gemm!(F),
+                    (true, true) => gemm!(Lossless),
+                    (true, false) => gemm!(Plain),
                 }
                 self.mark(match self.p.matrix(thread::opaque(index)) {
                     Matrix::Qkv => Mark::Qkv,

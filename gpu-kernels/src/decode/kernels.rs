@@ -2,30 +2,30 @@
 //! up to 8 and up to 16 rows of a sequence, for a tree, and for rows of several sequences.
 
 use super::{ANY, CHAIN, DecodeStep, MMA, SEQUENCES, THREADS, TREE, decode, decode_one};
-use crate::weights::{Fp8, Int4, Lossless, Plain, PlainLayers, Quantized};
+use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized};
 
 entry_points! {
     (threads = THREADS, min_blocks = 1) of DecodeStep:
 
     /// The forward pass of one row. It has a kernel of its own, so that what several rows need takes none of its
     /// registers. The kernels for several rows leave a step of one row to it.
-    decode_1: decode_one::<Plain>;
+    decode_1: decode_one::<Plain, false>;
     /// [`decode_1`], with a packed head.
-    decode_1_lossless_head: decode_one::<PlainLayers<Lossless>>;
+    decode_1_lossless_head: decode_one::<Plain, true>;
     /// [`decode_1`], of packed weights.
-    decode_1_lossless: decode_one::<Lossless>;
+    decode_1_lossless: decode_one::<Lossless, false>;
     /// [`decode_1`], of layers in FP8.
-    decode_1_fp8: decode_one::<Quantized<Fp8>>;
+    decode_1_fp8: decode_one::<Quantized<Fp8>, false>;
     /// [`decode_1`], of layers in int4.
-    decode_1_int4: decode_one::<Quantized<Int4<1>, Plain, true>>;
+    decode_1_int4: decode_one::<Quantized<Int4<1>, true>, false>;
     /// [`decode_1_int4`], with scales in f16.
-    decode_1_int4_f16: decode_one::<Quantized<Int4<2>, Plain, true>>;
+    decode_1_int4_f16: decode_one::<Quantized<Int4<2>, true>, false>;
     /// [`decode_1_fp8`], with a packed head.
-    decode_1_fp8_lossless_head: decode_one::<Quantized<Fp8, Lossless>>;
+    decode_1_fp8_lossless_head: decode_one::<Quantized<Fp8>, true>;
     /// [`decode_1_int4`], with a packed head.
-    decode_1_int4_lossless_head: decode_one::<Quantized<Int4<1>, Lossless, true>>;
+    decode_1_int4_lossless_head: decode_one::<Quantized<Int4<1>, true>, true>;
     /// [`decode_1_int4_f16`], with a packed head.
-    decode_1_int4_f16_lossless_head: decode_one::<Quantized<Int4<2>, Lossless, true>>;
+    decode_1_int4_f16_lossless_head: decode_one::<Quantized<Int4<2>, true>, true>;
     /// The forward pass of 2 to 8 rows.
     decode_8: decode::<Plain, 1, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows.

@@ -52,7 +52,7 @@ impl Problem {
             Matrix::Qkv | Matrix::GateUp | Matrix::Head => (words(WordKind::Scaled), p.work.residual.scaled.read()),
         };
         let (n_tiles, k) = p.shape(matrix);
-        let inputs = if F::OTHER_HEAD && matrix == Matrix::Head { F::Head::INPUTS } else { F::INPUTS };
+        let inputs = if F::PLAIN_HEAD && matrix == Matrix::Head { 1 } else { F::INPUTS };
         let depth = k.div_ceil(inputs).div_ceil(CHUNK_FEATURES);
         let last = if n_tiles > 0 { n_tiles - (n_tiles - 1) / wave * wave } else { 0 };
         let is_normed = p.is_normed(matrix);

@@ -15,7 +15,7 @@ use super::{CHUNK_BYTES, DecodeStep, Matrix, SEQUENCES, SPLIT_PAGES, TREE, UNITS
 use crate::attention::{ALL_PAIRS, Attend, Divisor, PAIRS, QUARTER, SPLIT};
 use crate::kv::{HEAD_DIM, PAGE_TOKENS};
 use crate::ring::Ring;
-use crate::weights::WeightFormat;
+use crate::weights::{Lossless, Plain, WeightFormat};
 
 /// Whether a step of `count` rows is better with attention by `wgmma`: if its pairs are more than one tile and at most
 /// [`ALL_PAIRS`], and each block would have at least one whole split.
@@ -322,7 +322,13 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
 /// All lanes of one warp call it, once, when the block has synchronised. `one_row` says whether the step has one row,
 /// and consumers run it as `ONE`.
 #[device]
-pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
+pub unsafe fn produce<
+    F: WeightFormat,
+    const ROWS: u8,
+    const PACKED_HEAD: bool,
+    const ATTENTION: u8,
+    const SHORT: bool,
+>(
     p: &DecodeStep,
     one_row: bool,
 ) {
@@ -341,9 +347,18 @@ pub unsafe fn produce<F: WeightFormat, const ROWS: u8, const ATTENTION: u8, cons
                 let units = Units::load::<ROWS>(walk.place(thread::block_idx_x()));
                 produce_cache::<ROWS, ATTENTION, SHORT>(p, &mut ring, index / 4, units, of_one);
             }
-            if F::OTHER_HEAD && matrix == Matrix::Head {
+            if (F::PLAIN_HEAD || PACKED_HEAD) && matrix == Matrix::Head {
                 walk.chunks = p.head_base;
-                ring = produce_matrix::<F::Head, SHORT>(p, ring, &mut walk, matrix, of_one);
+                if p.packs_head::<F, ROWS, PACKED_HEAD, SHORT>(one_row) {
+                    if !one_row {
+                        // Nothing is packed but the head. (For one row the host says so: a constant here moves code of
+                        // the consumers, and small models then take 3 % longer.)
+                        walk.chunks = 0;
+                    }
+                    ring = produce_matrix::<Lossless, SHORT>(p, ring, &mut walk, matrix, of_one);
+                } else {
+                    ring = produce_matrix::<Plain, SHORT>(p, ring, &mut walk, matrix, of_one);
+                }
             } else {
                 ring = produce_matrix::<F, SHORT>(p, ring, &mut walk, matrix, of_one);
             }

@@ -25,7 +25,7 @@ unsafe fn decode<F: FragmentFormat, const ROWS: u8>(p: &DecodeStep) {
     unsafe {
         let count = p.work.rows.count.load(0).min(MAX_DECODE_ROWS);
         if count > 0 {
-            run::<F, 2, false, ROWS, ANY, true>(p, count);
+            run::<F, 2, false, false, ROWS, ANY, true>(p, count);
         }
     }
 }

@@ -3,7 +3,6 @@
 //! # Safety
 //! What is unsafe here asks what [`WeightFormat`] says.
 
-use core::marker::PhantomData;
 use cuda_std::device;
 
 use super::{Plain, WeightFormat};
@@ -11,14 +10,13 @@ use crate::decode::{DecodeStep, OfCodes};
 use crate::ring::Ring;
 use crate::stream::Wave;
 
-/// e4m3, as [`EncodeE4m3`](crate::e4m3::EncodeE4m3) leaves it; `H` is the head's format.
+/// e4m3, as [`EncodeE4m3`](crate::e4m3::EncodeE4m3) leaves it.
 #[derive(Clone, Copy)]
-pub struct E4m3<H = Plain>(PhantomData<H>);
+pub struct E4m3;
 
-impl<H: WeightFormat> WeightFormat for E4m3<H> {
+impl WeightFormat for E4m3 {
     type Products = OfCodes;
-    type Head = H;
-    const OTHER_HEAD: bool = true;
+    const PLAIN_HEAD: bool = true;
     const INPUTS: u32 = 2;
     const UNDER_WAY_OF_ONE: [u32; 2] = [2, 4];
 

@@ -284,7 +284,6 @@ impl Lossless {
 
 impl WeightFormat for Lossless {
     type Products = OfFragments;
-    type Head = Self;
 
     #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {

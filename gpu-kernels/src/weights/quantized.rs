@@ -53,7 +53,7 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::tensor;
 use cuda_std::{bf16, bulk, device, math, thread, warp};
 
-use super::{FragmentFormat, Plain, WeightFormat, WeightFragments};
+use super::{FragmentFormat, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
@@ -303,10 +303,10 @@ impl Code for Fp8 {
     }
 }
 
-/// Codes of the layers' matrices; `H` is the head's format. `DEEP` stages have twice as many chunks, and more than
+/// Codes of the layers' matrices. `DEEP` stages have twice as many chunks, and more than
 /// [`CHUNK_BYTES`]: for one row, where consumers are quick enough to wait for memory.
 #[derive(Clone, Copy)]
-pub struct Quantized<C, H = Plain, const DEEP: bool = false>(PhantomData<(C, H)>);
+pub struct Quantized<C, const DEEP: bool = false>(PhantomData<C>);
 
 /// A lane's codes and its two scales, for each of its two slices of a chunk.
 #[derive(Clone, Copy)]
@@ -400,10 +400,9 @@ pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
     }
 }
 
-impl<C: Code, H: WeightFormat, const DEEP: bool> WeightFormat for Quantized<C, H, DEEP> {
+impl<C: Code, const DEEP: bool> WeightFormat for Quantized<C, DEEP> {
     type Products = OfFragments;
-    type Head = H;
-    const OTHER_HEAD: bool = true;
+    const PLAIN_HEAD: bool = true;
     const CHUNKS: u32 = if DEEP { 2 * C::CHUNKS } else { C::CHUNKS };
     const STAGE_BYTES: u32 = if DEEP { Self::CHUNKS * C::BYTES } else { CHUNK_BYTES };
     const UNDER_WAY: u32 = if DEEP { 1 } else { 2 };
@@ -431,7 +430,7 @@ impl<C: Code, H: WeightFormat, const DEEP: bool> WeightFormat for Quantized<C, H
     }
 }
 
-impl<C: Code, H: WeightFormat, const DEEP: bool> FragmentFormat for Quantized<C, H, DEEP> {
+impl<C: Code, const DEEP: bool> FragmentFormat for Quantized<C, DEEP> {
     const COSTLY: bool = true;
     const BY_PAIRS: bool = DEEP;
     type Chunk = ChunkCodes;

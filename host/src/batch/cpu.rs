@@ -17,7 +17,7 @@ use super::run::BatchOptions;
 use super::running::Running;
 use crate::Error;
 use crate::cpu::{DRAFT_COST, memory};
-use crate::draft::{Draft, DraftCheckpoint, DraftTokens, masks};
+use crate::draft::{Draft, DraftCheckpoint, DraftTokens, masks, plain_pass_bytes};
 
 /// Runs batches on the CPU.
 pub struct CpuBatch {
@@ -132,7 +132,8 @@ impl CpuBatch {
                 Box::new(HeadBatch::new(head, checkpoint, states, sizes).map_err(of_draft)?)
             }
         };
-        self.drafters.model = Some(ModelDrafter::new(backend, &checkpoint.config, draft, 0));
+        let config = &checkpoint.config;
+        self.drafters.model = Some(ModelDrafter::new(backend, config, draft, (plain_pass_bytes(config, 0), 0)));
         Ok(self)
     }
 

@@ -26,6 +26,7 @@ mod uses;
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
+use gpu_kernels::drafting::Cost;
 use gpu_kernels::logprobs::Wanted;
 use gpu_kernels::step::NO_TOKEN;
 use half::bf16;
@@ -252,7 +253,7 @@ impl GpuBatch {
         let is_there = |slot: &Slot| fit && sampled.contains(slot) && !step.left.contains(slot);
         let there = (0..).zip(&mut self.slots).filter(|(slot, _)| is_there(slot));
         let (with_form, without): (Vec<_>, Vec<_>) = there.partition(|(_, running)| running.form.is_some());
-        self.drafters.look(without, with_form.len(), DRAFT_COST);
+        self.drafters.look(without, with_form.len(), draft_cost(&self.forward));
     }
 
     /// Takes note of the sequences that start. What was kept for the sequences that had these slots before is dropped.
@@ -318,7 +319,7 @@ impl BatchBackend for GpuBatch {
         };
         let waits = self.mask_jobs.patience(only_forms).is_none();
         let made = |work: &Work| self.proposals.take(work.slot, waits);
-        let drafts = self.drafters.propose(plan, DRAFT_COST, drafting, made)?;
+        let drafts = self.drafters.propose(plan, draft_cost(&self.forward), drafting, made)?;
         let rows_of = |(work, drafts): (&Work, &Drafts)| self.rows_of(work, drafts.run());
         let rows: Vec<SequenceRows> = plan.work.iter().zip(&drafts).map(rows_of).collect();
 
@@ -455,6 +456,11 @@ impl BatchBackend for GpuBatch {
         self.look_for_drafts(&step);
         Ok(outcomes)
     }
+}
+
+/// What drafts add to the time of a step of one row. If sequences share a step, it has several rows anyway.
+fn draft_cost(forward: &Forward) -> Cost {
+    Cost { any: forward.draft_cost().any, ..DRAFT_COST }
 }
 
 impl Drop for GpuBatch {

@@ -13,19 +13,18 @@ use gpu_kernels::eagle::States;
 use gpu_kernels::logprobs::{Note, NoteLogits, Wanted};
 use gpu_kernels::step::{self, MAX_DECODE_ROWS, MAX_ROWS, PlanPrompt, Rows, SequenceState};
 use gpu_kernels::tree::{self, DraftReport, Likeliest, PlanTree};
-use model::Config;
 
 use super::ngram::NgramOperator;
 use super::{Backoff, Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
-use crate::draft::{Draft, ModelDraft, head_pass_bytes, pass_bytes, pass_share};
+use crate::draft::{Draft, ModelDraft, pass_bytes, pass_share};
 use crate::forward::{Begin, Capacity, Forward, HeadWeights, Pass, RowOutput, RowsOf};
 use crate::gpu::RING;
 use crate::prefill::Prefill;
 use crate::sampler::Sampler;
-use crate::tuning::{DRAFT_COST, DRAFT_LAYER_BYTES};
+use crate::tuning::layer_bytes;
 
 /// The cache catches up when the first pass of a chain still has room for this many tokens more. The margin is about as
 /// many tokens as steps of one row bring between the enqueuing of a pass and its run.
@@ -105,6 +104,8 @@ pub(crate) struct ModelDrafter {
     vocab: u32,
     /// The cost of a pass, as a share of a step of the model that is drafted for.
     pass: u32,
+    /// The cost of a draft's row.
+    row: Cost,
     draft: ModelDraft,
     /// Passes to enqueue for the next proposal. The host chooses their number by how long a chain was worth its passes
     /// a few steps ago, as newer reports have not arrived.
@@ -129,18 +130,19 @@ pub(crate) struct ModelDrafter {
 }
 
 impl ModelDrafter {
-    /// A drafter with the weights and memory of `passes`, which drafts for a model of this `config`.
+    /// A drafter with the weights and memory of `passes`, which drafts for `model`. All that makes the model's passes
+    /// faster has been prepared.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub(crate) fn new(passes: Passes, config: &Config) -> Result<Self, Error> {
+    pub(crate) fn new(passes: Passes, model: &Forward) -> Result<Self, Error> {
         let (forward, targets, bytes) = match passes {
             Passes::Model(forward) => {
-                let bytes = pass_bytes(forward.config(), DRAFT_LAYER_BYTES);
+                let bytes = forward.pass_bytes();
                 (forward, None, bytes)
             }
             Passes::Head(Head { forward, targets, parameters }) => {
-                (forward, Some(targets), head_pass_bytes(parameters, DRAFT_LAYER_BYTES))
+                (forward, Some(targets), pass_bytes(2 * parameters as u64, 1, layer_bytes::ONE_ROW))
             }
         };
         let device = forward.device().clone();
@@ -156,8 +158,9 @@ impl ModelDrafter {
             ngram: NgramOperator::new(&device)?,
             guess: device.zeroed(MAX_DECODE_ROWS as usize)?,
             guess_rows: device.zeroed(1)?,
-            vocab: config.vocab_size as u32,
-            pass: pass_share(config, bytes, DRAFT_LAYER_BYTES),
+            vocab: model.config().vocab_size as u32,
+            pass: pass_share(model.pass_bytes(), bytes),
+            row: model.draft_cost(),
             draft: ModelDraft::default(),
             passes: 1,
             proposed: 0,
@@ -174,7 +177,7 @@ impl ModelDrafter {
 
     /// The cost of a draft's row. Zero if all drafts are to run.
     fn row_cost(&self) -> Cost {
-        if self.draft.adaptive { DRAFT_COST } else { Cost::default() }
+        if self.draft.adaptive { self.row } else { Cost::default() }
     }
 
     /// Where the likeliest tokens of the passes are.

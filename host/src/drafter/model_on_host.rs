@@ -1,7 +1,7 @@
 //! Drafts by a model or a head on the CPU. This is the loop of `gpu_kernels::draft_model`, step by step.
 
-use gpu_kernels::draft_model::{Economy, Prospect, tried};
-use gpu_kernels::drafting;
+use gpu_kernels::draft_model::{Economy, Prospect};
+use gpu_kernels::drafting::{self, Record};
 use gpu_kernels::step::MAX_DECODE_ROWS;
 use model::Checkpoint;
 
@@ -11,7 +11,7 @@ use super::{Drafter, OnHost, Proposal, Text};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step};
 use crate::cpu;
-use crate::draft::{Draft, DraftCheckpoint, ModelDraft, pass_share};
+use crate::draft::{Draft, DraftCheckpoint, ModelDraft, pass_share, plain_pass_bytes};
 
 /// A draft model or a head on the CPU.
 pub(crate) struct ModelOnHost {
@@ -20,7 +20,7 @@ pub(crate) struct ModelOnHost {
     pass: u32,
     draft: ModelDraft,
     /// The [`drafting`] estimates of drafts by the model and by n-gram match.
-    acceptance: [u32; 2],
+    records: [Record; 2],
     chain: Vec<u32>,
     guess: Vec<u32>,
 }
@@ -38,9 +38,9 @@ impl ModelOnHost {
         };
         Ok(Self {
             passes,
-            pass: pass_share(&model.config, draft.pass_bytes(0), 0),
+            pass: pass_share(plain_pass_bytes(&model.config, 0), draft.pass_bytes(0)),
             draft: ModelDraft::default(),
-            acceptance: [drafting::UNTRIED; 2],
+            records: [Record::NEW; 2],
             chain: Vec::new(),
             guess: Vec::new(),
         })
@@ -74,7 +74,7 @@ impl Drafter<OnHost> for ModelOnHost {
         if let Some(Draft::Model(draft)) = sequence.draft {
             self.draft = draft;
         }
-        self.acceptance = [drafting::UNTRIED; 2];
+        self.records = [Record::NEW; 2];
         self.chain.clear();
         self.guess.clear();
         Ok(())
@@ -103,16 +103,16 @@ impl Drafter<OnHost> for ModelOnHost {
             tokens.extend(found(&text).unwrap_or_default().into_iter().take(most));
         }
         let cost = if self.draft.adaptive { cpu::DRAFT_COST } else { drafting::Cost::default() };
-        let acceptance = self.acceptance[usize::from(choice.by_guess)];
+        let acceptance = self.records[usize::from(choice.by_guess)].acceptance;
         let count = drafting::worthwhile(acceptance, cost, 0, tokens.len() as u32) as usize;
         Ok(Proposal { tokens, count })
     }
 
     fn hear(&mut self, step: &mut Step) {
-        for (acceptance, proposed) in self.acceptance.iter_mut().zip([&mut self.chain, &mut self.guess]) {
+        for (record, proposed) in self.records.iter_mut().zip([&mut self.chain, &mut self.guess]) {
             let trials = proposed.len().min(step.tokens.len());
             let right = proposed.iter().zip(&step.tokens).take_while(|(draft, token)| draft == token).count();
-            *acceptance = tried(*acceptance, right as u32, trials as u32);
+            *record = record.after(right as u32, trials as u32);
         }
         let drafted = self.chain.len().min(step.drafted);
         step.by_model = Drafted { drafted, accepted: drafted.min(step.tokens.len() - 1) };
@@ -124,8 +124,8 @@ impl Drafter<OnHost> for ModelOnHost {
 impl ModelOnHost {
     fn prospect(&self, at: Text<'_>, lag: usize) -> Prospect {
         Prospect {
-            model: self.acceptance[0],
-            ngram: self.acceptance[1],
+            model: self.records[0].acceptance,
+            ngram: self.records[1].acceptance,
             lag: lag as u32,
             left: at.max_length.saturating_sub(at.history.len() + 1) as u32,
             guessed: self.guess.len() as u32,

@@ -10,7 +10,6 @@ use crate::backend::{Sequence, Step};
 use crate::cpu;
 use crate::device::{Buffer, Device};
 use crate::draft::{NO_THRESHOLD, NgramDraft, learned};
-use crate::tuning;
 
 /// The settings of the sequence's n-gram match.
 fn settings(sequence: &Sequence<'_>) -> NgramDraft {
@@ -145,7 +144,7 @@ impl Drafter<OnDevice> for NgramDrafter {
     fn propose(&mut self, at: Between<'_>) -> Result<(), Error> {
         let Proposals { tokens, rows, .. } = at.proposals;
         let draft = self.operator.params(&at, self.draft, (tokens, rows));
-        let cost = self.draft.cost(tuning::DRAFT_COST);
+        let cost = self.draft.cost(at.forward.draft_cost());
         let device = at.device();
         // Cards other than data-centre ones have 99 KiB of shared memory for a CTA.
         let fits = device.capabilities().shared_bytes >= AcceptAndDraft::SHARED_BYTES;

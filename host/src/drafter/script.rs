@@ -8,7 +8,6 @@ use crate::Error;
 use crate::backend::{Sequence, Step};
 use crate::device::{Buffer, Device};
 use crate::draft::NgramDraft;
-use crate::tuning;
 
 /// The scripted tokens by position, and the [`Device::launch`] of the kernel that proposes them.
 pub(crate) struct ScriptDrafter {
@@ -18,7 +17,8 @@ pub(crate) struct ScriptDrafter {
     most: u32,
     /// Most tokens that the sequence may have.
     max_length: u32,
-    cost: Cost,
+    /// Whether drafts count as costing what they cost.
+    adaptive: bool,
 }
 
 impl ScriptDrafter {
@@ -26,7 +26,7 @@ impl ScriptDrafter {
     /// Too little memory, or a driver error.
     pub(crate) fn new<K: Kernel<Params = DraftScript>>(device: &Device, tokens: &[u32]) -> Result<Self, Error> {
         let tokens = device.upload(bytemuck::cast_slice::<u32, i32>(tokens))?;
-        Ok(Self { tokens, launch: Device::launch::<K>, most: 0, max_length: 0, cost: Cost::default() })
+        Ok(Self { tokens, launch: Device::launch::<K>, most: 0, max_length: 0, adaptive: false })
     }
 }
 
@@ -35,7 +35,7 @@ impl Drafter<OnDevice> for ScriptDrafter {
         let draft = sequence.draft.map_or_else(NgramDraft::default, |draft| draft.match_settings());
         self.most = draft.tokens;
         self.max_length = sequence.max_length as u32;
-        self.cost = draft.cost(tuning::DRAFT_COST);
+        self.adaptive = draft.adaptive;
         Ok(())
     }
 
@@ -53,7 +53,7 @@ impl Drafter<OnDevice> for ScriptDrafter {
         // SAFETY: the state is as `Between` says. The other addresses are of buffers, sized as the parameter block
         // says.
         unsafe { (self.launch)(at.device(), 1, 0, proposal)? };
-        at.enqueue_plan(self.cost)
+        at.enqueue_plan(if self.adaptive { at.forward.draft_cost() } else { Cost::default() })
     }
 
     fn hear(&mut self, _step: &mut Step) {}

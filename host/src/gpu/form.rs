@@ -13,7 +13,6 @@ use super::Gpu;
 use crate::Error;
 use crate::backend::Step;
 use crate::draft::{DraftTokens, learned};
-use crate::tuning::DRAFT_COST;
 
 /// A sequence's progress through its form.
 pub(super) struct Following {
@@ -98,7 +97,7 @@ impl Gpu {
             DraftTokens::of(&draft.match_settings(), &form.history, self.run.max_length, Some(&mut form.matcher));
         (form.proposed, form.forced) = (proposal.tokens, proposal.forced);
         let acceptance = if form.forced { drafting::ONE } else { form.acceptance };
-        let cost = draft.match_settings().cost(DRAFT_COST);
+        let cost = draft.match_settings().cost(self.forward.draft_cost());
         form.drafts = drafting::worthwhile(acceptance, cost, 0, form.proposed.len() as u32) as usize;
         // SAFETY: the step that read the ones before has reported.
         let words = unsafe { self.form_drafts.as_mut_slice_now() };

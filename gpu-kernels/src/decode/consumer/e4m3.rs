@@ -27,7 +27,7 @@ use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
 use crate::linear::N_TILE;
 use crate::ring::Ring;
 use crate::stream::{N_TILES, SLICE_BYTES, SLICES, STEP_BYTES};
-use crate::weights::{E4m3, WeightFormat};
+use crate::weights::E4m3;
 
 /// Lanes of a warpgroup.
 const HALF: u32 = WARPS / 2 * 32;
@@ -41,7 +41,7 @@ const _: () = assert!(WEIGHT_SCALES == HALF);
 /// Products of codes in e4m3.
 pub struct OfCodes;
 
-impl<H: WeightFormat> Products<E4m3<H>> for OfCodes {
+impl Products<E4m3> for OfCodes {
     #[device]
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part) {
         // SAFETY: the caller's word.

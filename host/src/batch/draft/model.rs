@@ -120,13 +120,14 @@ struct Chain<'a> {
 }
 
 impl ModelDrafter {
-    /// A drafter for a model of this `config`. `backend` runs `draft`, without drafts of its own. `layer_bytes` is the
-    /// time that a layer takes beside its weights, as bytes that could be read in it.
+    /// A drafter for a model of this `config`, whose steps take as long as reading `of_model` bytes. `backend` runs
+    /// `draft`, without drafts of its own. `layer_bytes` is the time that a layer of a step of one row takes beside its
+    /// weights, as bytes that could be read in it.
     pub(crate) fn new(
         backend: Box<dyn BatchBackend>,
         config: &Config,
         draft: &DraftCheckpoint,
-        layer_bytes: u64,
+        (of_model, layer_bytes): (u64, u64),
     ) -> Self {
         let limits = backend.limits();
         // In a pass of several rows, a grid barrier follows each matrix, which makes layers slower.
@@ -140,7 +141,7 @@ impl ModelDrafter {
             rest: 0,
             rests: Backoff::new(REST, MOST_REST),
             vocab: draft.vocab_size(config) as u32,
-            pass: pass_share(config, bytes, layer_bytes),
+            pass: pass_share(of_model, bytes),
             backend,
         }
     }

@@ -15,7 +15,7 @@ use crate::device::Device;
 use crate::draft::DraftCheckpoint;
 use crate::forward::{Footprint, Forward, HeadWeights};
 use crate::kept::Kept;
-use crate::tuning::DRAFT_LAYER_BYTES;
+use crate::tuning::layer_bytes;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -161,7 +161,8 @@ impl GpuBatch {
                 (batch, Box::new(head))
             }
         };
-        batch.drafters.model = Some(ModelDrafter::new(drafter, config, draft, DRAFT_LAYER_BYTES));
+        let costs = (batch.forward.pass_bytes(), layer_bytes::ONE_ROW);
+        batch.drafters.model = Some(ModelDrafter::new(drafter, config, draft, costs));
         Ok(batch)
     }
 

@@ -1,8 +1,6 @@
 //! Activations and weights as codes of e4m3: the codes are the nearest ones, and lie where the layout says.
 
-mod common;
-
-use common::{CodeBuffers, Random, e4m3, laid_out, reordered, run};
+use crate::common::{CodeBuffers, Random, e4m3, laid_out, reordered, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::e4m3::{EncodeE4m3, GROUP, encode_e4m3, groups, scale_of, scales_len};

@@ -1,8 +1,6 @@
 //! The sampler against a plain one, token for token.
 
-mod common;
-
-use common::{Random, RowBuffers, Teams, run_resident};
+use crate::common::{Random, RowBuffers, Teams, run_resident};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::sample::{
     self, Choice, GENERATED, PROMPTED, SHARED_BYTES, Sample, SampleEach, Settings, UNIT_MASS, mass_of, random,

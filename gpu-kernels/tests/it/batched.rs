@@ -1,8 +1,6 @@
 //! GEMMs for the rows of many sequences: the same bits as `linear`, whatever the tiles and the grid.
 
-mod common;
-
-use common::{Random, RowBuffers, laid_out, reordered, run, run_batched};
+use crate::common::{Random, RowBuffers, laid_out, reordered, run, run_batched};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16};

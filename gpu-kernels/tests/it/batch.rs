@@ -1,8 +1,6 @@
 //! The kernels that a step of many sequences needs beside the forward pass.
 
-mod common;
-
-use common::{Random, reordered, run};
+use crate::common::{Random, reordered, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::batch::{self, ClearRows, ListRecords, PageRecords, PickRows, Put, TakeTokens};

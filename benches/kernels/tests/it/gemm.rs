@@ -1,10 +1,7 @@
 //! The GEMM that rounds to bf16 against a plain triple loop, under the emulator, with the work cut in every way.
 
-#[path = "../../../gpu-kernels/tests/common/mod.rs"]
-mod common;
-
+use crate::common::{Random, RowBuffers, laid_out, relative_error, reordered, run, widen};
 use bench_kernels::gemm as kernels;
-use common::{Random, RowBuffers, laid_out, relative_error, reordered, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Kernel, bf16};

@@ -1,12 +1,10 @@
 //! The plans between the passes of a draft model, against a plain model that remembers everything: what the cache
 //! holds, what was proposed, and how much of it was accepted.
 
-mod common;
-
-use common::{Random, Teams, run, run_resident};
+use crate::common::{Random, Teams, run, run_resident};
 use cuda_std::emulator::Buffer;
-use gpu_kernels::draft_model::{self, Choice, DraftWords, Economy, NextDraft, PlanDraft, Proposal, Prospect, tried};
-use gpu_kernels::drafting::{Cost, ONE, UNTRIED};
+use gpu_kernels::draft_model::{self, Choice, DraftWords, Economy, NextDraft, PlanDraft, Proposal, Prospect};
+use gpu_kernels::drafting::{Cost, ONE, Record, UNTRIED};
 use gpu_kernels::logprobs::{Note, NoteLogits, Wanted};
 use gpu_kernels::sample::SHARED_BYTES;
 use gpu_kernels::step::{Counters, MAX_DECODE_ROWS, NO_TOKEN, Rows, STATE_WORDS, SequenceState};
@@ -49,8 +47,8 @@ struct World {
     text: Vec<i32>,
     /// The token whose key and value each position of the draft model's cache holds.
     cache: Vec<i32>,
-    /// The acceptance of the model's drafts, and of the match's.
-    acceptance: [u32; 2],
+    /// How the model's drafts have fared, and the match's.
+    records: [Record; 2],
 }
 
 impl World {
@@ -81,7 +79,7 @@ impl World {
             shift,
             cache: text[shift..].to_vec(),
             text,
-            acceptance: [UNTRIED; 2],
+            records: [Record::NEW; 2],
         }
     }
 
@@ -236,8 +234,8 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         let economy = Economy { row, pass, most: 1 + random.below(MOST - 1) as u32, room, due: room - 4 };
         // How the last proposal fared.
         let came = &world.text[world.text.len() - newest..];
-        for (acceptance, drafts) in world.acceptance.iter_mut().zip([&chain, &guess]) {
-            *acceptance = tried(*acceptance, same(drafts, came) as u32, drafts.len().min(came.len()) as u32);
+        for (record, drafts) in world.records.iter_mut().zip([&chain, &guess]) {
+            *record = record.after(same(drafts, came) as u32, drafts.len().min(came.len()) as u32);
         }
         let finished = world.text.len() >= world.max_length;
         guess.clear();
@@ -262,15 +260,18 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         world.plan(economy, (matches, read), seed);
 
         let prospect = Prospect {
-            model: world.acceptance[0],
-            ngram: world.acceptance[1],
+            model: world.records[0].acceptance,
+            ngram: world.records[1].acceptance,
             lag: (world.text.len() - shift - valid) as u32,
             left: world.max_length.saturating_sub(world.text.len() + 1) as u32,
             guessed: guess.len() as u32,
         };
         let choice = if finished { Choice::default() } else { economy.choose(prospect) };
         let words = world.draft_words.to_vec();
-        assert_eq!([words[DraftWords::MODEL], words[DraftWords::NGRAM]], world.acceptance);
+        let record = |acceptance: usize, trials: usize| Record { acceptance: words[acceptance], trials: words[trials] };
+        let records =
+            [(DraftWords::MODEL, 0), (DraftWords::NGRAM, 1)].map(|(of, i)| record(of, DraftWords::TRIALS + i));
+        assert_eq!(records, world.records);
         assert_eq!(world.columns[0].to_vec()[0], choice.rows, "{prospect:?} {economy:?}");
         assert_eq!(words[DraftWords::CHAINED], choice.chain);
         assert_eq!(words[DraftWords::WANTED], choice.wanted);
@@ -298,7 +299,7 @@ fn drafts_of_a_sequence(seed: u64, shift: usize) {
         assert_eq!(world.history.to_vec()[world.text.len()..end], proposed);
         if !proposed.is_empty() {
             assert_eq!(world.last.to_vec(), [end as i64 - 1]);
-            let acceptance = world.acceptance[usize::from(choice.by_guess)];
+            let acceptance = world.records[usize::from(choice.by_guess)].acceptance;
             assert_eq!(world.words.to_vec()[SequenceState::ACCEPTANCE], acceptance);
         }
 
@@ -345,6 +346,20 @@ fn a_hopeless_model_runs_when_its_cache_is_far_behind_and_no_sooner() {
         assert_eq!((choice.rows, choice.chain), expected, "lag {lag}");
         assert_eq!(choice.wanted, 0);
     }
+}
+
+#[test]
+fn few_trials_tell_a_hopeless_source_and_recent_ones_count_most() {
+    let after = |trials: &[bool]| trials.iter().fold(Record::NEW, |record, &right| record.learned(right)).acceptance;
+    for wrong in 0..6 {
+        // Of the prior's two trials one was right.
+        assert!(after(&vec![false; wrong]).abs_diff(ONE / (2 + wrong as u32)) <= wrong as u32, "{wrong}");
+    }
+    assert!(after(&[true, false, true]).abs_diff(ONE * 3 / 5) <= 3);
+    let (long_ago, lately) = ([true; 40], [false; 40]);
+    assert!(after(&[long_ago, lately].concat()) < ONE / 50 && after(&[lately, long_ago].concat()) > ONE * 49 / 50);
+    assert_eq!(Record::NEW.after(2, 3), [true, true, false].iter().fold(Record::NEW, |of, &right| of.learned(right)));
+    assert_eq!(Record::NEW.after(2, 2), Record::NEW.learned(true).learned(true));
 }
 
 #[test]

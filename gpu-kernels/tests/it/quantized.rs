@@ -1,9 +1,7 @@
 //! Codes of quantised weights: they mean what the definition says, to the bit, and are found again from the weights
 //! that they made.
 
-mod common;
-
-use common::{Random, e4m3, run};
+use crate::common::{Random, e4m3, run};
 use cuda_std::Global;
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;

@@ -1,8 +1,6 @@
 //! Linear layers against a plain triple loop, and kernels for different numbers of rows against each other.
 
-mod common;
-
-use common::{Random, RowBuffers, laid_out, relative_error, run, widen};
+use crate::common::{Random, RowBuffers, laid_out, relative_error, run, widen};
 use cuda_std::emulator::Buffer;
 use cuda_std::{Kernel, bf16};
 use gpu_kernels::decode::{DecodeStep, Matrix};

@@ -1,9 +1,7 @@
 //! Attention of many sequences at once, from the projection on: for each row the same bits as from `split_heads`,
 //! `attend` and `combine`, over pages as they are and over packed ones.
 
-mod common;
-
-use common::{Random, RowBuffers, run, run_batched};
+use crate::common::{Random, RowBuffers, run, run_batched};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::attention::{self, Attend, AttendTiles, SPLIT};

@@ -1,8 +1,6 @@
 //! Weights packed without loss: a plain reading of the layout gives the same bits back, whatever they are.
 
-mod common;
-
-use common::{Random, run};
+use crate::common::{Random, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::linear::K_PARTIALS;

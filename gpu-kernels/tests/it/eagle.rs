@@ -1,8 +1,6 @@
 //! The kernels that prepare hidden states for an EAGLE-3 head, against plain definitions.
 
-mod common;
-
-use common::{Random, RowBuffers, relative_error, run, widen};
+use crate::common::{Random, RowBuffers, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::eagle::{self, GatherStates, KeepState, MakePairs, STATES, States, TakeStates};

@@ -1,10 +1,7 @@
 //! The kernels that measure the card must do what they say, or the limits would be wrong.
 
-#[path = "../../../gpu-kernels/tests/common/mod.rs"]
-mod common;
-
+use crate::common::{Random, relative_error, run};
 use bench_kernels::ceilings::{self, CopyAll, MMA_THREADS, Multiply, Nothing, ReadAll, THREADS, UNIT_BYTES};
-use common::{Random, relative_error, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 

@@ -1,8 +1,6 @@
 //! Notes for log-probabilities against sorting, and their masses against the exponential function.
 
-mod common;
-
-use common::{Random, Teams, run, run_resident};
+use crate::common::{Random, Teams, run, run_resident};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::logprobs::{self, MOST, Note, NoteLogits, Wanted};
 use gpu_kernels::sample::{SHARED_BYTES, mass};

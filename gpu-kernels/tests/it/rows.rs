@@ -1,9 +1,7 @@
 //! Embedding, the norm fused into its neighbours, and what lies between the QKV projection and attention, each against
 //! a plain definition.
 
-mod common;
-
-use common::{Random, RowBuffers, laid_out, relative_error, run, widen};
+use crate::common::{Random, RowBuffers, laid_out, relative_error, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::embedding::{self, Embed};

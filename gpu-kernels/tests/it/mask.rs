@@ -1,8 +1,6 @@
 //! Masks set the logits of the tokens that they rule out to minus infinity, and change nothing else.
 
-mod common;
-
-use common::{Random, run};
+use crate::common::{Random, run};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::mask::{self, MaskLogits};
 

@@ -1,8 +1,8 @@
 //! GEMMs for many rows against a plain triple loop, under the emulator: tiles, edges, epilogues.
 
-mod common;
-
-use common::{CodeBuffers, Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run, run_resident, widen};
+use crate::common::{
+    CodeBuffers, Random, RowBuffers, e4m3, laid_out, relative_error, reordered, run, run_resident, widen,
+};
 use cuda_std::emulator::{self, Buffer, Launch, MissingWait};
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{GlobalMut, Kernel, bf16, kernel, thread};

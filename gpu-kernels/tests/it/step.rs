@@ -1,8 +1,6 @@
 //! Planning and acceptance: what one step hands to the next.
 
-mod common;
-
-use common::run;
+use crate::common::run;
 use cuda_std::emulator::Buffer;
 use cuda_std::{Global, kernel};
 use gpu_kernels::drafting::{self, Cost, ONE};

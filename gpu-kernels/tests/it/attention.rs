@@ -1,8 +1,6 @@
 //! Attention against softmax written out; and the bits of a row do not depend on the rows beside it.
 
-mod common;
-
-use common::{CodeBuffers, Random, RowBuffers, relative_error, reordered, run, widen};
+use crate::common::{CodeBuffers, Random, RowBuffers, relative_error, reordered, run, widen};
 use cuda_std::bf16;
 use cuda_std::emulator::{self, Buffer, Launch, MissingWait};
 use cuda_std::tensor::{Matrix, TensorMap};

@@ -1,8 +1,6 @@
 //! Which nodes of a drafter's tree are planned, against a plan that sorts a list; and what is accepted of a tree.
 
-mod common;
-
-use common::{Random, run};
+use crate::common::{Random, run};
 use cuda_std::emulator::Buffer;
 use gpu_kernels::draft_model::DraftWords;
 use gpu_kernels::drafting::{Cost, ONE, UNTRIED};
