@@ -160,7 +160,7 @@ fn a_hopeless_draft_model_rests_and_reads_on() {
     let found = answer(&mut engine, &request(&prompt, 96, hot, Some(adaptive)));
     let Drafted { drafted, .. } = found.statistics.by_model;
     println!("{drafted} drafts in {} steps", found.statistics.steps);
-    assert!((1..16).contains(&drafted), "{:?}", found.statistics);
+    assert!(drafted < 16, "{:?}", found.statistics);
 
     let next = [&prompt[..], &found.tokens, &[1, 2, 3]].concat();
     let Drafted { drafted, accepted } =
