@@ -309,13 +309,13 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// Multiplies several turns of costly fragments, as [`turn`](Self::turn) multiplies one of others. `columns` gives
     /// each turn's activations. `ready` has the first N-tile of the first turn; afterwards it has that of the turn
-    /// after the last, if the part has one.
+    /// after the last, if the part has one. `ONE` is whether the kernel is for one row.
     ///
     /// # Safety
     /// Fragments are costly, and the ring is not short. `ready` is what [`begin`](Self::begin) returned, as the turns
     /// before `turns` have left it. The ring is at the first of `turns`.
     #[device]
-    pub(super) unsafe fn costly(
+    pub(super) unsafe fn costly<const ONE: bool>(
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
@@ -329,11 +329,13 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             if F::BY_PAIRS {
                 return self.by_pairs(p, acc, (ring, part, turns), own, columns, ready);
             }
-            // Most shapes have one of these numbers. As a constant it decides branches here, and not in each turn.
+            // As a constant the number decides branches here, and not in each turn. Kernels for one row have no code
+            // for three N-tiles, which few shapes need: it would push out other code that an SM keeps.
             match own {
                 1 if F::CHUNKS == 2 => self.costly_stages(p, acc, (ring, part, turns), columns, ready),
                 1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),
                 2 => self.costly_of::<2>(p, acc, (ring, part, turns), columns, ready),
+                3 if !ONE => self.costly_of::<3>(p, acc, (ring, part, turns), columns, ready),
                 4 => self.costly_of::<4>(p, acc, (ring, part, turns), columns, ready),
                 _ => self.costly_of::<ANY>(p, acc, (ring, part, turns), columns, ready),
             }

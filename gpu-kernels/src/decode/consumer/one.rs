@@ -292,7 +292,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             let from = duty.staged();
                             let columns = |i: u32| [columns(from.at(((i - turn) * (SLICE / 2)) as usize))];
                             if F::COSTLY {
-                                duty.costly(p, &mut acc, (&mut ring, &part, turn..end), columns, &mut ready);
+                                duty.costly::<true>(p, &mut acc, (&mut ring, &part, turn..end), columns, &mut ready);
                             } else {
                                 let mut i = turn;
                                 while i < end {

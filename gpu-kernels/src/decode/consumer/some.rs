@@ -91,7 +91,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         core::mem::replace(&mut b, next)
                     };
                     turn = part.problem.depth;
-                    duty.costly(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut ready);
+                    duty.costly::<false>(self.p, &mut acc, (&mut ring, &part, 0..turn), columns, &mut ready);
                     if normed && turn == 1 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }
