@@ -226,17 +226,21 @@ fn the_best_nodes_are_planned() {
 #[test]
 fn a_node_is_worth_its_row_or_is_not_run() {
     let passes = vec![[(1, 0.6), (2, 0.2), (3, 0.1), (4, 0.001)], [(5, 0.5), (6, 0.3), (7, 0.1), (8, 0.05)]];
-    let run_at = |was: u32| {
+    let run_at = |was: u32, any: u32| {
         let drafted = Drafted { passes: passes.clone(), rest: Vec::new(), words: [was, ONE * 55 / 100, 0] };
         let world = World::new(9);
-        world.plan(&drafted, (15, 4), Cost { any: 0, each: ONE / 64 }, 100, true);
+        world.plan(&drafted, (15, 4), Cost { any, each: ONE / 64 }, 100, true);
         world.planned().iter().map(|row| row.0).collect::<Vec<_>>()
     };
     // The model is as sure as it says. All nodes run but the token of one in a thousand, and those that hardly come
     // behind another.
-    assert_eq!(run_at(ONE * 55 / 100), [7, 1, 5, 2, 6, 3, 7]);
+    assert_eq!(run_at(ONE * 55 / 100, 0), [7, 1, 5, 2, 6, 3, 7]);
+    // Where any draft costs half a step, those that are worth it at all are worth more rows.
+    assert!(run_at(ONE * 55 / 100, ONE / 2).len() >= 7);
+    // Where any draft costs two steps, none is worth it.
+    assert_eq!(run_at(ONE * 55 / 100, 2 * ONE), [7]);
     // The model's drafts are hopeless.
-    assert_eq!(run_at(ONE / 100), [7]);
+    assert_eq!(run_at(ONE / 100, 0), [7]);
 }
 
 /// After each row of a tree the model says something. The path of nodes that agree is accepted.
