@@ -101,7 +101,7 @@ impl DraftCheckpoint {
     pub(crate) fn pass_bytes(&self, layer_bytes: u64) -> u64 {
         match self {
             Self::Model(draft) => plain_pass_bytes(&draft.config, layer_bytes),
-            Self::Eagle3(head) => pass_bytes(2 * head.pass_parameters() as u64, 1, layer_bytes),
+            Self::Eagle3(head) => head_pass_bytes(head.pass_parameters(), layer_bytes),
         }
     }
 }
@@ -366,7 +366,7 @@ fn check_vocabularies(model: &Tokenizer, draft: &Tokenizer) -> Result<(), Error>
 }
 
 /// The cost of a pass over one row, as the bytes that could be read from memory in that time: `weights` bytes, and
-/// `layer_bytes` for each layer's other work. A head is one layer.
+/// `layer_bytes` for each layer's other work.
 pub(crate) const fn pass_bytes(weights: u64, layers: usize, layer_bytes: u64) -> u64 {
     weights + layers as u64 * layer_bytes
 }
@@ -374,6 +374,11 @@ pub(crate) const fn pass_bytes(weights: u64, layers: usize, layer_bytes: u64) ->
 /// As [`pass_bytes`], for a model whose weights are in bf16.
 pub(crate) fn plain_pass_bytes(config: &Config, layer_bytes: u64) -> u64 {
     pass_bytes(config.step_weight_bytes(2) as u64, config.num_hidden_layers, layer_bytes)
+}
+
+/// As [`pass_bytes`], for a head. It is one layer, and a pass reads `parameters` parameters in bf16.
+pub(crate) const fn head_pass_bytes(parameters: usize, layer_bytes: u64) -> u64 {
+    pass_bytes(2 * parameters as u64, 1, layer_bytes)
 }
 
 /// A pass that takes as long as reading `bytes`, as a share of a pass that takes as long as reading `of_model` (in

@@ -70,6 +70,8 @@ pub struct Forward {
     activation: Buffer<bf16>,
     logits: Buffer<f32>,
     decode: Option<Decode>,
+    /// What drafts add to the time of a step of one row.
+    draft_cost: Cost,
     trace: Option<Buffer<u64>>,
     prefill: Option<Prefill>,
     batched: Option<Batched>,
@@ -211,6 +213,7 @@ impl Forward {
                 sin: device.upload(&rope.sin)?,
                 cache: KvCache::new(device, config, room.pages)?,
                 decode: None,
+                draft_cost: DRAFT_COST,
                 trace: None,
                 prefill: None,
                 batched: None,
@@ -249,6 +252,9 @@ impl Forward {
     pub fn prepare_decode(&mut self) -> Result<bool, Error> {
         let decode = || Decode::new(&self.device, &self.config, &self.weights, &self.cache, self.room.splits());
         self.decode = timed("memory for the decode kernel", decode)?;
+        if self.decode.is_some() {
+            self.draft_cost = decode_cost(&self.weights.compact, self.config.num_hidden_layers, self.pass_bytes());
+        }
         Ok(self.decode.is_some())
     }
 
@@ -263,11 +269,8 @@ impl Forward {
     }
 
     /// What drafts add to the time of a step of one row.
-    pub(crate) fn draft_cost(&self) -> Cost {
-        match self.decode {
-            Some(_) => decode_cost(&self.weights.compact, self.config.num_hidden_layers, self.pass_bytes()),
-            None => DRAFT_COST,
-        }
+    pub(crate) const fn draft_cost(&self) -> Cost {
+        self.draft_cost
     }
 
     /// Bytes of the packed head that the decode kernel reads, if the head was packed alone.

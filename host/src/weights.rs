@@ -242,12 +242,12 @@ impl DeviceWeights {
     pub(crate) fn step_bytes(&self, config: &Config) -> u64 {
         let head = 2 * config.head().weights() as u64;
         let all: u64 = config.gemms().map(|gemm| 2 * gemm.weights() as u64).sum();
-        let (matrices, compact) = match &self.compact {
-            Compact::None => (0, 0),
-            Compact::Quantized(codes) => (all - head, codes.bytes()),
-            Compact::E4m3(codes) => (all - head, codes.bytes()),
-            Compact::Packed(packed) => (all, packed.bytes()),
+        let matrices = match self.compact {
+            Compact::None => 0,
+            Compact::Quantized(_) | Compact::E4m3(_) => all - head,
+            Compact::Packed(_) => all,
         };
+        let compact = self.compact.bytes().unwrap_or(0);
         let (of_head, packed_head) = self.packed_head.as_ref().map_or((0, 0), |packed| (head, packed.bytes()));
         config.step_weight_bytes(2) as u64 + compact + packed_head - matrices - of_head
     }

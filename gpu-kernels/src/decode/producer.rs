@@ -351,8 +351,8 @@ pub unsafe fn produce<
                 walk.chunks = p.head_base;
                 if p.packs_head::<F, ROWS, PACKED_HEAD, SHORT>(one_row) {
                     if !one_row {
-                        // Nothing is packed but the head. (For one row the host says so: a constant here moves code of
-                        // the consumers, and small models then take 3 % longer.)
+                        // Nothing is packed but the head. (For one row the host says so: a constant here would move
+                        // the consumers' code, and their epilogues would take longer.)
                         walk.chunks = 0;
                     }
                     ring = produce_matrix::<Lossless, SHORT>(p, ring, &mut walk, matrix, of_one);

@@ -19,7 +19,7 @@ use super::{Backoff, Between, Drafter, OnDevice, Proposals};
 use crate::Error;
 use crate::backend::{Drafted, Sequence, Step, common_prefix};
 use crate::device::{Buffer, Device, Mapped};
-use crate::draft::{Draft, ModelDraft, pass_bytes, pass_share};
+use crate::draft::{Draft, ModelDraft, head_pass_bytes, pass_share};
 use crate::forward::{Begin, Capacity, Forward, HeadWeights, Pass, RowOutput, RowsOf};
 use crate::gpu::RING;
 use crate::prefill::Prefill;
@@ -104,8 +104,6 @@ pub(crate) struct ModelDrafter {
     vocab: u32,
     /// The cost of a pass, as a share of a step of the model that is drafted for.
     pass: u32,
-    /// The cost of a draft's row.
-    row: Cost,
     draft: ModelDraft,
     /// Passes to enqueue for the next proposal. The host chooses their number by how long a chain was worth its passes
     /// a few steps ago, as newer reports have not arrived.
@@ -142,7 +140,7 @@ impl ModelDrafter {
                 (forward, None, bytes)
             }
             Passes::Head(Head { forward, targets, parameters }) => {
-                (forward, Some(targets), pass_bytes(2 * parameters as u64, 1, layer_bytes::ONE_ROW))
+                (forward, Some(targets), head_pass_bytes(parameters, layer_bytes::ONE_ROW))
             }
         };
         let device = forward.device().clone();
@@ -160,7 +158,6 @@ impl ModelDrafter {
             guess_rows: device.zeroed(1)?,
             vocab: model.config().vocab_size as u32,
             pass: pass_share(model.pass_bytes(), bytes),
-            row: model.draft_cost(),
             draft: ModelDraft::default(),
             passes: 1,
             proposed: 0,
@@ -176,8 +173,8 @@ impl ModelDrafter {
     }
 
     /// The cost of a draft's row. Zero if all drafts are to run.
-    fn row_cost(&self) -> Cost {
-        if self.draft.adaptive { self.row } else { Cost::default() }
+    fn row_cost(&self, at: &Between<'_>) -> Cost {
+        self.draft.match_settings().cost(at.forward.draft_cost())
     }
 
     /// Where the likeliest tokens of the passes are.
@@ -301,7 +298,7 @@ impl ModelDrafter {
             read: self.read as u32,
             shift: self.shift(),
             economy: Economy {
-                row: self.row_cost(),
+                row: self.row_cost(at),
                 pass: if self.draft.adaptive { self.pass } else { 0 },
                 most: self.passes,
                 room,
@@ -353,7 +350,7 @@ impl ModelDrafter {
             counters: at.plan.counters,
             told: self.told.ptr_mut(),
             told_reports: RING,
-            cost: self.row_cost(),
+            cost: self.row_cost(at),
             most: self.draft.tokens,
             branches: self.draft.branches,
             max_length: at.accept.max_length,

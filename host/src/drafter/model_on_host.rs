@@ -102,9 +102,8 @@ impl Drafter<OnHost> for ModelOnHost {
             let most = self.draft.tokens as usize - tokens.len();
             tokens.extend(found(&text).unwrap_or_default().into_iter().take(most));
         }
-        let cost = if self.draft.adaptive { cpu::DRAFT_COST } else { drafting::Cost::default() };
         let acceptance = self.records[usize::from(choice.by_guess)].acceptance;
-        let count = drafting::worthwhile(acceptance, cost, 0, tokens.len() as u32) as usize;
+        let count = drafting::worthwhile(acceptance, economy.row, 0, tokens.len() as u32) as usize;
         Ok(Proposal { tokens, count })
     }
 
