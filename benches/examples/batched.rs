@@ -1,8 +1,8 @@
 //! Where the time of a step of many sequences goes: `batched [--weights HOW] [SIZE[/LAYERS]
-//! [SEQUENCES[xROWS][@FROM-TO][:plain] …]]`, such as `batched 8B 64 4x4
+//! [SEQUENCES[xROWS][@FROM-TO][:plain|:TOKENS] …]]`, such as `batched 8B 64 4x4
 //! 256@32-1200`. Each sequence has 1,040 tokens; with `@FROM-TO`, the sequences have FROM to TO tokens, in random
-//! order. Each sequence has one row, or ROWS. Full pages are packed, or with `:plain` left as they are. Up to 16 rows
-//! the decode kernel is timed too.
+//! order. Each sequence has one row, or ROWS. Full pages are packed, with `:plain` none, with `:TOKENS` those of
+//! sequences of at least so many tokens. Up to 16 rows the decode kernel is timed too.
 //!
 //! Weights, keys and values are random. A step's logits are compared with those of the unfused path bit for bit, and
 //! its best tokens with the logits. Then a step that finds best tokens is timed, with its phases. A phase lasts from
@@ -31,13 +31,18 @@ struct Case {
     contexts: Vec<usize>,
     /// Rows of each sequence.
     rows: usize,
-    packs: bool,
+    /// From how many tokens on a sequence's full pages are packed.
+    packed_from: usize,
 }
 
 impl Case {
     fn new(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
-        let (sequences, packs) = name.strip_suffix(":plain").map_or((name, true), |sequences| (sequences, false));
         let parsed = || {
+            let (sequences, packed_from) = match name.split_once(':') {
+                None => (name, 0),
+                Some((sequences, "plain")) => (sequences, usize::MAX),
+                Some((sequences, tokens)) => (sequences, tokens.parse().ok()?),
+            };
             let (counts, [from, to]) = match sequences.split_once('@') {
                 None => (sequences, [CONTEXT, CONTEXT]),
                 Some((counts, range)) => {
@@ -47,9 +52,9 @@ impl Case {
             };
             let (count, rows) = counts.split_once('x').unwrap_or((counts, "1"));
             let (count, rows): (usize, usize) = (count.parse().ok()?, rows.parse().ok()?);
-            (count > 0 && rows > 0 && rows <= from && from <= to).then_some((count, rows, from, to))
+            (count > 0 && rows > 0 && rows <= from && from <= to).then_some((count, rows, from, to, packed_from))
         };
-        let (count, rows, from, to) = parsed().ok_or_else(|| {
+        let (count, rows, from, to, packed_from) = parsed().ok_or_else(|| {
             format!(
                 "{name} is no number of sequences; give one, such as 64, 4x4 of four rows each, or 64@32-1200 with \
                  tokens from and to"
@@ -57,7 +62,7 @@ impl Case {
         })?;
         let mut contexts: Vec<usize> = (0..count).map(|i| from + (to - from) * i / count).collect();
         shuffle(&mut contexts, 3);
-        Ok(Self { name: name.into(), contexts, rows, packs })
+        Ok(Self { name: name.into(), contexts, rows, packed_from })
     }
 
     /// Rows of the newest tokens of each sequence, drawn at random.
@@ -88,10 +93,12 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
     }
 }
 
-/// Packs all full pages that no row writes to. Each sequence has an equal part of `tables`.
+/// Packs the full pages that no row writes to, of the sequences that are long enough. Each sequence has an equal part
+/// of `tables`.
 fn pack(device: &Device, forward: &Forward, case: &Case, tables: &[u32]) -> Result<(), host::Error> {
-    let &Case { ref contexts, rows, .. } = case;
+    let &Case { ref contexts, rows, packed_from, .. } = case;
     let of_sequences = contexts.iter().zip(tables.chunks(tables.len() / contexts.len()));
+    let of_sequences = of_sequences.filter(|(tokens, _)| **tokens >= packed_from);
     let full = |(tokens, pages): (&usize, &[u32])| pages[..(tokens - rows) / PAGE_TOKENS as usize].to_vec();
     let full: Vec<u32> = of_sequences.flat_map(full).collect();
     // A grid must have at least one block.
@@ -154,9 +161,7 @@ fn step(
         let differ = few.iter().zip(&unfused).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
         println!("{size}, {} sequences by the decode kernel: {time:.3} ms; {differ} logits differ", case.name);
     }
-    if case.packs {
-        pack(device, &forward, case, &tables)?;
-    }
+    pack(device, &forward, case, &tables)?;
     forward.use_gemm_from(1);
     let by_gemm = logits(&forward)?;
     forward.use_gemm_from(u32::MAX);

@@ -1,4 +1,4 @@
-//! The layout of a GEMM's input when there are several rows.
+//! The layout of the inputs of the [decode kernel](crate::decode)'s GEMMs, in a step of several rows.
 //!
 //! A warp loads the fragments of eight rows at a time: of each row 64 contiguous bytes, 16 for each of four lanes. In
 //! row-major order such a load would touch eight half L2 lines. So what one load takes is contiguous:

@@ -1,7 +1,7 @@
 //! Grouped-query attention over the paged cache, for any number of query rows and a cache of any length.
 //!
 //! # Shape of the work
-//! The cache is cut into splits of [`SPLIT`] = 256 keys. A block of [`attend`] takes one key-value head, one split and
+//! The cache is cut into splits of [`SPLIT`] = 256 keys. A CTA of [`attend`] takes one key-value head, one split and
 //! one tile of up to 16 (row, query head) pairs that share the head; each of its 8 warps takes 32 keys:
 //!
 //! ```text
@@ -11,8 +11,8 @@
 //! ```
 //!
 //! The warps' results are added in shared memory, first to last. A row whose keys end in the first split is finished
-//! then. For other rows the block writes its sum, its maximum and its normaliser, and [`combine`] adds the splits
-//! (flash decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov and
+//! then. For other rows the CTA writes its sum, its maximum and its normaliser, and [`combine`] adds the splits (flash
+//! decoding: Dao et al., 2023, "Flash-Decoding for long-context inference"; the running maximum: Milakov and
 //! Gimelshein, 2018, "Online normalizer calculation for softmax").
 //!
 //! # Order
@@ -25,7 +25,7 @@
 //!
 //! # Safety
 //! What is not a kernel is called in a launch whose parameter block, `p` or `self`, is as its documentation says. The
-//! rows, pairs and splits that are named are among the block's. Keys, values and splits' parts are there when they are
+//! rows, pairs and splits that are named are among the CTA's. Keys, values and splits' parts are there when they are
 //! asked for, the warp that asks can see them, and nobody writes them before it is done.
 
 mod by_dims;
@@ -43,9 +43,9 @@ pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;
 pub(crate) use warps::{QUARTER, reduce, reduce_few};
 
-/// Keys of a block of [`attend`].
+/// Keys of a CTA of [`attend`].
 pub const SPLIT: u32 = 256;
-/// (row, query head) pairs of a block of [`attend`].
+/// (row, query head) pairs of a CTA of [`attend`].
 pub const PAIRS: u32 = 16;
 /// Pairs that `wgmma` takes at a time.
 pub(crate) const ALL_PAIRS: u32 = 64;
@@ -204,7 +204,7 @@ impl Divisor {
         Self { value, inverse: 65536 / value.max(1) + 1 }
     }
 
-    /// `n / value` and the remainder, for `n` below `65536 / value`: the inverse is too large by less than `1 / n`.
+    /// `n / value` and the remainder, for `n` below `65536 / value`: `n` times the inverse's error is then too small.
     #[device]
     pub const fn divide(&self, n: u32) -> (u32, u32) {
         let quotient = (n * self.inverse) >> 16;
@@ -212,7 +212,7 @@ impl Divisor {
     }
 }
 
-/// The tile of (row, query head) pairs that a block works on.
+/// The tile of (row, query head) pairs that a CTA works on.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile {
     pub kv_head: u32,
@@ -239,7 +239,7 @@ impl Tile {
         self.first_row + self.group.divide(pair).0
     }
 
-    /// The last key that a pair sees: the `position` of its row. It is -1, so none, for a pair that does not exist.
+    /// The last key that a pair sees: the `position` of its row. For a pair that does not exist it is -1: no key.
     #[device]
     pub fn last_key(&self, pair: u32, position: impl Fn(u32) -> u32) -> i32 {
         if pair < self.pairs { position(self.row(pair)) as i32 } else { -1 }
@@ -531,10 +531,10 @@ pub unsafe fn attend_tiles(p: AttendTiles) {
     }
 }
 
-/// A block's work: a tile of `rows` rows from `first_row` on.
+/// A CTA's work: a tile of `rows` rows from `first_row` on.
 ///
 /// # Safety
-/// The whole block calls it, with [`Attend::SHARED_BYTES`] from the first byte of shared memory on. There are `rows`
+/// The whole CTA calls it, with [`Attend::SHARED_BYTES`] from the first byte of shared memory on. There are `rows`
 /// rows, at least one and at most [`Attend::tile_rows`], of one sequence and at ascending positions.
 #[device]
 unsafe fn attend_rows(p: &Attend, first_row: u32, rows: u32) {

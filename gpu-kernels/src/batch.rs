@@ -14,7 +14,7 @@ use crate::step::NO_TOKEN;
 
 const THREADS: u32 = 256;
 
-/// The number of blocks that gives each of `items` a thread.
+/// The number of CTAs that gives each of `items` a thread.
 pub const fn blocks(items: usize) -> u32 {
     (items as u32).div_ceil(THREADS)
 }

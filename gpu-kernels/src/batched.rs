@@ -3,7 +3,7 @@
 //!
 //! As in the [decode kernel](crate::decode), memory is read without a pause: weights, and keys and values of earlier
 //! steps, depend on nothing that a step does. The step is a list of [phases](Phase) in memory. Between two phases all
-//! blocks wait at a grid barrier:
+//! CTAs wait at a grid barrier:
 //!
 //! ```text
 //! warp 8         weights: 64 inputs of 8 N-tiles; pages of keys and values ──bulk copies──► ring of stages of 16 KiB
@@ -16,7 +16,7 @@
 //! phases before.
 //!
 //! # GEMMs
-//! A block takes tiles of 128 output features (8 N-tiles) × `ROWS` rows. `ROWS` is 64, 96 or 128; with codes 64 or 128;
+//! A CTA takes tiles of 128 output features (8 N-tiles) × `ROWS` rows. `ROWS` is 64, 96 or 128; with codes 64 or 128;
 //! with packed weights 64. Each of two warpgroups multiplies 64 of the features, `wgmma m64nROWSk16`, with both
 //! operands in shared memory: weights as core matrices, as they lie in a chunk of the [decode kernel](crate::decode),
 //! activations swizzled. With 64 rows, and with codes also with 128, weights go through registers, so that a stage is
@@ -30,20 +30,20 @@
 //! `linear` loads 16 bytes at a time, which determines the 16 inputs of an instruction. Activations are kept in that
 //! order: see [`slot`](crate::linear::slot).
 //!
-//! Full waves of tiles, one tile a block, run like that. The tiles that are left are split along K into two or four
-//! parts each, where that pays ([`Share`]). Each part finishes its own share of the rows. It gives the other parts its
-//! split-K partials of their rows, and adds up those of its own rows, in order. Two parts are the two blocks of a
+//! Full waves of tiles, one tile a CTA, run like that. The tiles that are left are split along K into two or four parts
+//! each, where that pays ([`Share`]). Each part finishes its own share of the rows. It gives the other parts its
+//! split-K partials of their rows, and adds up those of its own rows, in order. Two parts are the two CTAs of a
 //! cluster, which send partials into each other's shared memory (`peer.rs`). Four parts exchange them through global
 //! memory, which L2 holds.
 //!
 //! # Attention
-//! `attention.rs` says what an item is, and `tile_scheduler.rs` how items are assigned to blocks.
+//! `attention.rs` says what an item is, and `tile_scheduler.rs` how items are assigned to CTAs.
 //!
 //! # Safety
-//! All threads of every block of a cooperative launch call what is unsafe here, with the [threads](THREADS), the
-//! clusters and the shared memory that the kernel asks for, which is `Memory` of its `ROWS`. `p` is that launch's
-//! parameter block. Memory is as it says, a `phase` is one of its phases, and nobody but this launch writes there, or
-//! reads what the launch writes, until it ends. The blocks wait for each other: all of them run at once.
+//! All threads of every CTA of a cooperative launch call what is unsafe here, with the [threads](THREADS), the clusters
+//! and the shared memory that the kernel asks for, which is `Memory` of its `ROWS`. `p` is that launch's parameter
+//! block. Memory is as it says, a `phase` is one of its phases, and nobody but this launch writes there, or reads what
+//! the launch writes, until it ends. The CTAs wait for each other: all of them run at once.
 
 /// Reads or sets four accumulators from `$first` on: a lane's sums of a group of eight rows.
 macro_rules! accumulators {
@@ -109,9 +109,9 @@ use crate::workspace::Workspace;
 
 /// Most rows of a step.
 pub const MAX_BATCHED_ROWS: u32 = 512;
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 384;
-/// Blocks of a cluster. If a tile is split into two parts, they are the two blocks of one cluster.
+/// CTAs of a cluster. If a tile is split into two parts, they are the two CTAs of one cluster.
 pub const CLUSTER: u32 = 2;
 /// N-tiles of a tile.
 pub const TILE_N_TILES: u32 = TOGETHER;
@@ -126,7 +126,7 @@ const CONSUMERS: u32 = WARPS * 32;
 /// Registers of a lane, after the warpgroups have given or taken some.
 const CONSUMER_REGISTERS: u32 = 208;
 const PRODUCER_REGISTERS: u32 = 88;
-// A block shares out the registers that it was launched with, 168 a lane. Asking for more would wait forever.
+// A CTA shares out the registers that it was launched with, 168 a lane. Asking for more would wait forever.
 const _: () = assert!(256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 384 * 168);
 const GROUP: u32 = 128;
 const WEIGHT_BYTES: u32 = TILE_N_TILES * SLICE_BYTES;
@@ -135,14 +135,14 @@ const ITEMS_BYTES: u32 = 32 * 32;
 /// The named barrier of all consumers; the warpgroups have barriers 1 and 2.
 const ALL: u32 = 3;
 
-/// Layout of a block's shared memory, with `ROWS` rows a tile.
+/// Layout of a CTA's shared memory, with `ROWS` rows a tile.
 struct Memory<const ROWS: u32>;
 
 impl<const ROWS: u32> Memory<ROWS> {
     /// The ring of activations of GEMMs.
     const ROW_RING: Shape = Shape::new(0, if ROWS <= 96 { 8 } else { 6 }, ROWS * SLICE * 2);
-    /// Where attention reduces: the end of that ring's memory. A producer loads activations only when all blocks are
-    /// done with the phase before, so the two do not collide.
+    /// Where attention reduces: the end of that ring's memory. A producer loads activations only when all CTAs are done
+    /// with the phase before, so the two do not collide.
     const SCRATCH: u32 = Self::ROW_RING.barriers - Attend::SHARED_BYTES;
     /// Items of attention that a warp has looked up, with the forms of their pages.
     const ITEMS: u32 = Self::SCRATCH - ITEMS_BYTES;
@@ -156,13 +156,13 @@ impl<const ROWS: u32> Memory<ROWS> {
     const STAGES: u32 = if ROWS == 64 { 10 } else { 8 };
     /// Where the barrier lies that says that the rows' factors are there.
     const FACTORS_READY: u32 = Self::RING.end();
-    /// Where the barrier lies that says that the block's share of attention is known; that share lies behind it.
+    /// Where the barrier lies that says that the CTA's share of attention is known; that share lies behind it.
     const SCHEDULED: u32 = (Self::FACTORS_READY + 8).next_multiple_of(16);
     /// The rows' factors.
     const FACTORS: u32 = Self::SCHEDULED + 32;
-    /// The best token that the block knows of for each row, of one tile of rows: see `outputs.rs`.
+    /// The best token that the CTA knows of for each row, of one tile of rows: see `outputs.rs`.
     const BEST: u32 = Self::FACTORS + MAX_BATCHED_ROWS * 4;
-    /// Barriers for what the other block of the cluster sends: see `peer.rs`.
+    /// Barriers for what the other CTA of the cluster sends: see `peer.rs`.
     const PEER: u32 = Self::BEST + ROWS * 4;
     const BYTES: u32 = Self::PEER + peer::BARRIERS * 8;
 
@@ -172,13 +172,13 @@ impl<const ROWS: u32> Memory<ROWS> {
         unsafe { Barrier::at(shared::dynamic(Self::FACTORS_READY)) }
     }
 
-    /// The barrier that says that the block's share of attention is known.
+    /// The barrier that says that the CTA's share of attention is known.
     unsafe fn scheduled() -> Barrier {
         // SAFETY: the caller's word.
         unsafe { Barrier::at(shared::dynamic(Self::SCHEDULED)) }
     }
 
-    /// The block's share of attention.
+    /// The CTA's share of attention.
     ///
     /// # Safety
     /// It is written before [`scheduled`](Self::scheduled) says so, and read after that.
@@ -200,12 +200,12 @@ impl<const ROWS: u32> Memory<ROWS> {
 // The keys and values of an item of attention, four pages each, are in the ring at once.
 const _: () =
     assert!(Memory::<64>::RING.stages >= 8 && Memory::<96>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
-// A block of an H100 has at most this much.
+// A CTA of an H100 has at most this much.
 const _: () =
     assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
 
 /// Parameters of [`batched_64`], [`batched_96`], [`batched_128`], and of their variants for other weights. Cooperative.
-/// Grid: at most one block an SM, in whole clusters. Shared memory: [`BatchedStep::shared_bytes`].
+/// Grid: at most one CTA an SM, in whole clusters. Shared memory: [`BatchedStep::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct BatchedStep {
@@ -215,7 +215,7 @@ pub struct BatchedStep {
     pub phases: Global<Phase>,
     /// Number of phases.
     pub phase_count: u32,
-    /// Blocks that the weights were [laid out](crate::stream::lay_out) for.
+    /// CTAs that the weights were [laid out](crate::stream::lay_out) for.
     pub blocks: u32,
     /// The weights, as [`lay_out`](crate::stream::lay_out) left them.
     pub stream: Global<bf16>,
@@ -233,7 +233,7 @@ pub struct BatchedStep {
     pub packed: Global<u32>,
     /// [`BatchedStep::items_len`] words, for the items of attention.
     pub items: GlobalMut<u32>,
-    /// `[blocks, 4]`: the share of each block in attention; for [`attend_batch`], that of each warp. Needed where the
+    /// `[blocks, 4]`: the share of each CTA in attention; for [`attend_batch`], that of each warp. Needed where the
     /// phases of a step are launches of their own; null otherwise.
     pub assignments: GlobalMut<u32>,
     /// [`BatchedStep::partial_len`] elements, for split-K partials of split tiles.
@@ -241,10 +241,10 @@ pub struct BatchedStep {
     /// [`BatchedStep::arrivals_len`] words, zero before and after.
     pub arrivals: GlobalMut<u32>,
     /// `[MAX_BATCHED_ROWS]`: the [rank](crate::sample::rank) of each row's best token, which `Best` computes; null
-    /// where no phase is `Best`. The launch zeroes it first, unless its first phase is `Best`. Then it is zero already:
-    /// every other launch that has it leaves it so.
+    /// where no phase is `Best`. The launch zeroes it first. But if its first phase is `Best`, an earlier launch of the
+    /// step has zeroed it.
     pub best: GlobalMut<u64>,
-    /// `[blocks, phases]`: when a block finished each phase, by [`thread::global_timer`]; null when nobody asks.
+    /// `[blocks, phases]`: when a CTA finished each phase, by [`thread::global_timer`]; null when nobody asks.
     pub trace: GlobalMut<u64>,
     /// Number of `tiles`.
     pub tile_count: u32,
@@ -261,7 +261,7 @@ impl BatchedStep {
     /// Warps of a CTA of [`attend_batch`].
     pub const ATTEND_WARPS: u32 = alone::WARPS;
 
-    /// Bytes of dynamic shared memory of a block of the kernel for `rows` = 64, 96 or 128 rows a tile.
+    /// Bytes of dynamic shared memory of a CTA of the kernel for `rows` = 64, 96 or 128 rows a tile.
     #[must_use]
     pub const fn shared_bytes(rows: u32) -> u32 {
         match rows {
@@ -272,10 +272,10 @@ impl BatchedStep {
     }
 
     /// Elements of [`partials`](Self::partials) for any matrix and any number of tiles of `rows` rows, on a grid of
-    /// `grid` blocks.
+    /// `grid` CTAs.
     #[must_use]
     pub const fn partial_len(rows: u32, grid: u32) -> usize {
-        // Fewer tiles than blocks are left to split, and they are split only where that shortens the last wave.
+        // Fewer tiles than CTAs are left to split, and they are split only where that shortens the last wave.
         let mut most = 0;
         let mut tiles = 1;
         while tiles < grid {
@@ -289,9 +289,9 @@ impl BatchedStep {
         (most * 2 * 64 * rows) as usize
     }
 
-    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` blocks. In order: for both halves of each tile that
-    /// may be split, how many parts have left their split-K partials, in two sets that GEMMs use in turn; the grid
-    /// barrier's counter, and how many blocks are done; two words of attention's pool; two words of each row's norm
+    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` CTAs. In order: for both halves of each tile that may
+    /// be split, how many parts have left their split-K partials, in two sets that GEMMs use in turn; the grid
+    /// barrier's counter, and how many CTAs are done; two words of attention's pool; two words of each row's norm
     /// factor; for each row and query head, how many splits of attention are in memory.
     #[must_use]
     pub const fn arrivals_len(grid: u32, q_heads: u32) -> usize {
@@ -311,7 +311,7 @@ impl BatchedStep {
         unsafe { self.arrivals.at(4 * thread::opaque(thread::grid_dim_x()) as usize) }
     }
 
-    /// Two counters of attention's pool: how many items have been asked for in this step, and how many blocks have
+    /// Two counters of attention's pool: how many items have been asked for in this step, and how many CTAs have
     /// written their part of the pool's items.
     #[device]
     unsafe fn pool_words(&self) -> GlobalMut<u32> {
@@ -326,7 +326,7 @@ impl BatchedStep {
         unsafe { self.grid_barriers().at(4).cast() }
     }
 
-    /// For each row and query head whose splits several blocks have, how many of them are in memory.
+    /// For each row and query head whose splits several CTAs have, how many of them are in memory.
     #[device]
     unsafe fn split_arrivals(&self) -> GlobalMut<u32> {
         // SAFETY: the caller's word.
@@ -341,10 +341,10 @@ impl BatchedStep {
         unsafe { self.arrivals.at((odd * 2 * thread::grid_dim_x()) as usize) }
     }
 
-    /// Block 0 zeroes [`best`](Self::best), with `threads` threads.
+    /// CTA 0 zeroes [`best`](Self::best), with `threads` threads.
     ///
     /// # Safety
-    /// [`best`](Self::best) is not null. The first `threads` threads of block 0 call it, each once, before a barrier of
+    /// [`best`](Self::best) is not null. The first `threads` threads of CTA 0 call it, each once, before a barrier of
     /// the grid or the launch's end stands between it and those that use it.
     #[device]
     unsafe fn zero_best(&self, threads: u32) {
@@ -358,11 +358,11 @@ impl BatchedStep {
         }
     }
 
-    /// One lane waits until all blocks have done the phases before this one, and sees what they wrote. Its later copies
+    /// One lane waits until all CTAs have done the phases before this one, and sees what they wrote. Its later copies
     /// by TMA see that, too.
     ///
     /// # Safety
-    /// `phase` is a phase's number, or how many there are. Blocks arrive at the barrier behind each of their phases.
+    /// `phase` is a phase's number, or how many there are. CTAs arrive at the barrier behind each of their phases.
     #[device]
     unsafe fn wait_for(&self, phase: u32) {
         // SAFETY: the caller's word.
@@ -372,8 +372,8 @@ impl BatchedStep {
         }
     }
 
-    /// A warp [waits](Self::wait_for) until all blocks have done the phases before `phase`. Its first lane sees what
-    /// they wrote.
+    /// A warp [waits](Self::wait_for) until all CTAs have done the phases before `phase`. Its first lane sees what they
+    /// wrote.
     ///
     /// # Safety
     /// As for [`wait_for`](Self::wait_for); all lanes of the warp call it.
@@ -458,7 +458,7 @@ impl Odd {
     }
 }
 
-/// A block's part of a step: assigns the warps' roles.
+/// A CTA's part of a step: assigns the warps' roles.
 #[device]
 unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -511,15 +511,14 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             [Memory::<ROWS>::RING, Memory::<ROWS>::ROW_RING, Memory::<ROWS>::ITEM_RING].map(Ring::consumer);
         let mut rings = Rings { ring, rows, items };
         let mut odd = Odd::default();
-        // All blocks see the zeroes after the first grid barrier. Where the head runs alone, the launch ahead has
-        // zeroed.
+        // All CTAs see the zeroes after the first grid barrier. Where the head runs alone, the launch ahead has zeroed.
         if !p.best.is_null() && field!(p.phases, kind: u32) != PhaseKind::BEST {
             p.zero_best(CONSUMERS);
         }
         let mut number = 0;
         while number < p.phase_count {
-            // The branch on the first lane comes again behind the barrier. The value is opaque: if the compiler knew it
-            // on both sides, it might write the barrier twice.
+            // The same branch on the first lane comes again after the barrier. The thread's number is opaque: otherwise
+            // the compiler might join the branches and write the barrier twice.
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 p.wait_for(number);
             }
@@ -530,7 +529,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
                 PhaseKind::ATTEND => attention::attend::<ROWS>(p, phase, &mut rings),
                 kind => {
                     if thread::opaque(thread::thread_idx_x()) == 0 {
-                        // Zeroes the other set of counts, for the next GEMM. All blocks are done with its counts of the
+                        // Zeroes the other set of counts, for the next GEMM. All CTAs are done with its counts of the
                         // GEMM before.
                         let other = p.part_arrivals(odd.of(Odd::GEMMS) ^ 1).at(2 * thread::block_idx_x() as usize);
                         other.cast::<u64>().store(0, 0);
@@ -543,7 +542,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
                     }
                 }
             }
-            // All that this block wrote comes before its arrival at the grid barrier.
+            // All that this CTA wrote comes before its arrival at the grid barrier.
             thread::sync_named(ALL, CONSUMERS);
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 atomic::fetch_add(p.grid_barriers(), 0, 1, Ordering::Release, Scope::Device);
@@ -554,7 +553,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             }
             number = thread::opaque(number) + 1;
         }
-        // Nobody in the block waits for a grid barrier any more. The last block to get here resets the counters.
+        // Nobody in the CTA waits for a grid barrier any more. The last CTA to get here resets the counters.
         thread::sync_threads();
         if thread::opaque(thread::warp_id()) == 0 {
             let (grid, lane) = (thread::grid_dim_x(), thread::lane_id());
@@ -566,7 +565,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
             // After this, all lanes see what lane 0 saw.
             warp::sync_warp();
             if warp::shuffle_idx(done, 0) == grid {
-                // The counters of the grid barrier, of done blocks, of the pool and of factors; and the counts of the
+                // The counters of the grid barrier, of done CTAs, of the pool and of factors; and the counts of the
                 // last GEMM.
                 let counts = p.part_arrivals(odd.of(Odd::GEMMS) ^ 1);
                 let mut i = lane;
@@ -587,7 +586,7 @@ unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 /// Writes the embedding of every row, spread over the grid.
 ///
 /// # Safety
-/// All consumers of every block call it.
+/// All consumers of every CTA call it.
 #[device]
 unsafe fn embed(p: &BatchedStep, phase: Global<Phase>) {
     // SAFETY: the caller's word.

@@ -2,12 +2,12 @@
 //!
 //! Decode is bound by memory: each step reads every weight, every key and every value once. With a launch for each
 //! operator, memory idles between launches. Here one cooperative launch of a persistent, warp-specialised kernel runs
-//! all layers, with one block on each SM:
+//! all layers, with one CTA on each SM:
 //!
 //! ```text
 //! warp 9        the norm's factor, if there is one row
 //! warp 8        producer   weights, key and value pages ──bulk copies──► ring of 12 × 16 KiB in shared memory
-//! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these wait for other blocks
+//! warps 0 to 7  consumers  ring ──► tensor cores ──► epilogue; at a boundary only these wait for other CTAs
 //! ```
 //!
 //! Neither the weights nor the keys and values of earlier steps depend on this step's activations. So the producer does
@@ -18,7 +18,7 @@
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
 //! ```
 //!
-//! A step of one row has no grid barriers, unless the ring is short: blocks [exchange](crate::exchange) its activations
+//! A step of one row has no grid barriers, unless the ring is short: CTAs [exchange](crate::exchange) its activations
 //! as words that carry a sequence flag.
 //!
 //! Weights lie in memory in the order in which the whole grid consumes them: see [`stream`](crate::stream). The keys of
@@ -33,11 +33,11 @@
 //! instead.
 //!
 //! # Safety
-//! All threads of every block of a cooperative launch call what is unsafe here. The launch has the [threads](THREADS)
-//! and the shared memory that the kernel asks for: [`SHARED_BYTES`], or with a short ring [`SHORT_SHARED_BYTES`]. `p`
-//! is that launch's parameter block. Memory is as `p` says, and until the launch ends nobody else writes there, or
-//! reads what the launch writes. All blocks run at once, since they wait for each other. A `layer` is below the number
-//! of layers, and `count` is the step's rows, at least 1.
+//! All threads of every CTA of a cooperative launch call what is unsafe here. The launch has the [threads](THREADS) and
+//! the shared memory that the kernel asks for: [`SHARED_BYTES`], or with a short ring [`SHORT_SHARED_BYTES`]. `p` is
+//! that launch's parameter block. Memory is as `p` says, and until the launch ends nobody else writes there, or reads
+//! what the launch writes. All CTAs run at once, since they wait for each other. A `layer` is below the number of
+//! layers, and `count` is the step's rows, at least 1.
 
 mod attention;
 mod combine;
@@ -94,12 +94,12 @@ pub use short::*;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub use wgmma_attention::{decode_16_wgmma, decode_16_wgmma_lossless, decode_tree_wgmma, decode_tree_wgmma_lossless};
 
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 384;
-/// Dynamic shared memory of a block.
+/// Dynamic shared memory of a CTA.
 pub const SHARED_BYTES: u32 = shared_bytes(false);
-/// Dynamic shared memory of a block in the kernels with a [short ring](short): all that a block of compute capability
-/// 12.0 may have.
+/// Dynamic shared memory of a CTA in the kernels with a [short ring](short): all that a CTA of compute capability 12.0
+/// may have.
 pub const SHORT_SHARED_BYTES: u32 = shared_bytes(true);
 
 /// Dynamic shared memory with a `short` ring or a long one. The size is the same whether the ring comes first or last.
@@ -118,18 +118,18 @@ const SEQUENCES: u8 = 2;
 // Which steps of several rows a kernel runs, by the attention that is best for them: values of `ATTENTION`.
 /// All steps.
 const ANY: u8 = 0;
-/// The steps that are not better with attention by `wgmma`; all steps, if no kernel for that is launched.
+/// The steps that `WGMMA` leaves; all steps, if no kernel with attention by `wgmma` is launched.
 const MMA: u8 = 1;
 /// The steps that are better with attention by `wgmma`.
 const WGMMA: u8 = 2;
 /// Stages of the ring, of [`CHUNK_BYTES`] each. Formats with larger stages have fewer.
 const STAGES: u32 = 12;
-/// Stages of a short ring, for blocks with less shared memory: they hold a split's keys, or its values.
+/// Stages of a short ring, for CTAs with less shared memory: they hold a split's keys, or its values.
 const SHORT_STAGES: u32 = SPLIT_PAGES;
 /// Pages of a split.
 const SPLIT_PAGES: u32 = SPLIT / PAGE_TOKENS;
-/// Whether the ring comes first in shared memory. Elsewhere than on Hopper it comes last, where it may be shorter.
-/// Hopper's kernels have no register to spare for where it begins.
+/// Whether the ring comes first in shared memory, as on Hopper, whose kernels have no register to spare for where it
+/// begins. On other cards it comes last, so that it may be shorter.
 const RING_IS_FIRST: bool = cfg!(cuda_arch = "sm_90a");
 /// Scratch memory, which consumers share beside the ring: the partial sums of a GEMM, or the queries and partial sums
 /// of attention. It is aligned so that `wgmma` may read queries there.
@@ -142,16 +142,16 @@ const BARRIERS: u32 = SCRATCH + SCRATCH_BYTES;
 const FACTORS: u32 = BARRIERS + 2 * STAGES * 8;
 /// Each row's best logit so far.
 const BEST: u32 = FACTORS + MAX_DECODE_ROWS * 4;
-/// The grid barrier's count of arrivals when this block last passed it.
+/// The grid barrier's count of arrivals when this CTA last passed it.
 const ARRIVALS: u32 = BEST + MAX_DECODE_ROWS * 8;
-/// The block's [`Units`] of attention.
+/// The CTA's [`Units`] of attention.
 const UNITS: u32 = ARRIVALS + 8;
 /// Each row's path in a tree. With several sequences: each row's position, and the end of its sequence's rows.
 const PATHS: u32 = UNITS + 32;
 const PATHS_END: u32 = PATHS + MAX_DECODE_ROWS * 8;
 /// The matrices' [`Problem`]s.
 const PROBLEMS: u32 = PATHS_END.next_multiple_of(16);
-/// For a step of one row: the barrier at which the warp that finds a norm's factor waits until the consumers want it.
+/// For a step of one row: the barrier at which the warp that computes a norm's factor waits until consumers want it.
 const FACTOR_WANTED: u32 = PROBLEMS + Matrix::COUNT * Problem::BYTES;
 const END: u32 = FACTOR_WANTED + 8;
 
@@ -167,13 +167,13 @@ const fn ring<F: WeightFormat>(short: bool) -> Shape {
     Shape { start, stages: stages(short) * CHUNK_BYTES / bytes, bytes, barriers: BARRIERS }
 }
 
-/// Parameters of [`decode_1`], [`decode_8`], [`decode_16`] and [`decode_tree`]. Cooperative; grid: the blocks that the
-/// weights were [laid out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`].
+/// Parameters of all kernels of this module. Cooperative; grid: the CTAs that the weights were [laid
+/// out](crate::stream::lay_out) for. Shared memory: [`SHARED_BYTES`]; with a short ring [`SHORT_SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct DecodeStep {
-    /// The rows, and what else every whole step has. There are at most 8 or 16 rows, of one sequence at consecutive
-    /// positions. [`decode_tree`] takes a [tree](crate::tree), and [`decode_16_sequences`] takes rows of several
+    /// The rows, and what else every whole step has. There are at most 8 or 16, as the kernel says: of one sequence
+    /// at consecutive positions; for [`decode_tree`] a [tree](crate::tree); for [`decode_16_sequences`] of several
     /// sequences. The input of a GEMM of several rows lies in [whole lines](crate::activations), with room for
     /// [`MAX_DECODE_ROWS`] rows however few a step has.
     pub work: Workspace,
@@ -188,8 +188,8 @@ pub struct DecodeStep {
     pub e4m3: crate::e4m3::Weights,
     /// Where the kernels that multiply in e4m3 put the codes of their inputs, in a step of several rows.
     pub inputs: crate::e4m3::Inputs,
-    /// The chunk of the stream at which the head begins, for the kernels that read no other matrix from there; 0 for
-    /// kernels for one row with a packed head.
+    /// The chunk at which the head begins in its own stream, for kernels that read the head in another format than the
+    /// layers; 0 for kernels for one row with a packed head.
     pub head_base: u64,
     /// `[layers]` addresses of the layers' cache pages, as [`Cache::pages`].
     pub pages: Global<u64>,
@@ -206,10 +206,10 @@ pub struct DecodeStep {
     /// [`DecodeStep::COUNTERS`] words, zero at the start. At the end the words from [`DecodeStep::BEST`] on hold the
     /// [rank](crate::sample::rank) of each row's best token, as `u64`.
     pub counters: GlobalMut<u32>,
-    /// `[blocks, trace_len(layers)]`: how many points a block's first consumer thread has passed, zero at the start,
-    /// then a word for each of them, as [`Mark`] says. Null if nobody wants a trace.
+    /// `[blocks, trace_len(layers)]`: how many points a CTA's first consumer thread has passed, zero at the start, then
+    /// a word for each of them, as [`Mark`] says. Null if nobody wants a trace.
     pub trace: GlobalMut<u64>,
-    /// Where blocks exchange the activations of a step of one row.
+    /// Where CTAs exchange the activations of a step of one row.
     pub exchange: Exchange,
     /// Which hidden states are kept for a head that drafts from them; the address is null if none are.
     pub taps: Taps,
@@ -278,7 +278,7 @@ impl Matrix {
     }
 }
 
-/// A point that a block passes. A word of [`DecodeStep::trace`] has the point's number in its top 8 bits, above
+/// A point that a CTA passes. A word of [`DecodeStep::trace`] has the point's number in its top 8 bits, above
 /// [`thread::global_timer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -297,11 +297,11 @@ pub enum Mark {
     Down,
     /// The head's GEMM and its epilogue are done.
     Head,
-    /// The block's share of attention is done.
+    /// The CTA's share of attention is done.
     Attended,
-    /// The block's share of combining is done.
+    /// The CTA's share of combining is done.
     Combined,
-    /// The blocks have passed the grid barrier.
+    /// The CTAs have passed the grid barrier.
     GridBarrier,
 }
 
@@ -320,7 +320,7 @@ impl Mark {
         Self::GridBarrier,
     ];
 
-    /// What a block did until it passed this point.
+    /// What a CTA did until it passed this point.
     pub fn work(self) -> &'static str {
         match self {
             Self::Begin => "begin",
@@ -340,9 +340,9 @@ impl Mark {
 impl DecodeStep {
     /// Where in [`counters`](Self::counters) the best tokens begin.
     pub const BEST: usize = 2;
-    /// Where in [`counters`](Self::counters) blocks count themselves when they are done with a step of one row.
+    /// Where in [`counters`](Self::counters) CTAs count themselves when they are done with a step of one row.
     const DONE: usize = 1;
-    /// Words of [`counters`](Self::counters): the grid barrier's, the blocks that are done, and a `u64` for each row.
+    /// Words of [`counters`](Self::counters): the grid barrier's, the CTAs that are done, and a `u64` for each row.
     pub const COUNTERS: usize = Self::BEST + 2 * MAX_DECODE_ROWS as usize;
 
     /// Sequence flags that a step of one row takes: one for the embedding, and one for each matrix but the head.
@@ -351,7 +351,7 @@ impl DecodeStep {
         4 * layers + 1
     }
 
-    /// Whether a context of so many `splits` is long: each block of the grid would have at least one whole split of a
+    /// Whether a context of so many `splits` is long: each CTA of the grid would have at least one whole split of a
     /// head.
     #[device]
     #[must_use]
@@ -364,12 +364,12 @@ impl DecodeStep {
         (2 * hidden + 2 * HEAD_DIM) as usize
     }
 
-    /// Most words of a block's trace.
+    /// Most words of a CTA's trace.
     pub const fn trace_len(layers: u32) -> u32 {
         5 + 12 * layers
     }
 
-    /// Matrices of the model.
+    /// Matrices in the stream: four for each layer, and the head.
     #[device]
     fn matrices(&self) -> u32 {
         4 * self.layer_count + 1
@@ -484,12 +484,12 @@ unsafe fn is_for<const ATTENTION: u8>(p: &DecodeStep, count: u32) -> bool {
         || (p.has_wgmma_attention != 0 && unsafe { producer::wants_wgmma(p, count) }) == (ATTENTION == WGMMA)
 }
 
-/// A block's part of a step of `count` rows; with a [short](short) ring if `SHORT`. For `PACKED_HEAD` see
+/// A CTA's part of a step of `count` rows; with a [short](short) ring if `SHORT`. For `PACKED_HEAD` see
 /// [`packs_head`](DecodeStep::packs_head).
 ///
 /// # Safety
 /// The step has `count` rows, which relate as `ROWS` says: 1 if `ONE`, else at most `TILES` times 8 and
-/// [`MAX_DECODE_ROWS`]. All threads of all blocks call it, once in a launch; the step's counters are zero by then.
+/// [`MAX_DECODE_ROWS`]. All threads of all CTAs call it, once in a launch; the step's counters are zero by then.
 #[device]
 unsafe fn run<
     F: WeightFormat,
@@ -564,8 +564,8 @@ fn give_registers() {
     wgmma::give_registers::<24>();
 }
 
-// A block may have 227 KiB of shared memory with compute capability 9.0, and 99 KiB with 12.0. A wave's partial sums
-// fit into scratch memory.
+// A CTA may have 227 KiB of shared memory with compute capability 9.0, and 99 KiB with 12.0. A wave's partial sums fit
+// into scratch memory.
 const _: () = assert!(SHARED_BYTES <= 227 << 10 && SHORT_SHARED_BYTES <= 99 << 10);
 const _: () = assert!(consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
 const _: () = assert!(SCRATCH.is_multiple_of(1024) && BARRIERS.is_multiple_of(8));

@@ -53,8 +53,8 @@ pub struct Economy {
     pub most: u32,
     /// Most rows of the first pass of a chain, at most [`MAX_DECODE_ROWS`].
     pub room: u32,
-    /// The cache catches up, even without a chain, when it lacks this many tokens: at most `room`; or more than it ever
-    /// lacks, if it shall not.
+    /// When the cache lacks this many tokens, it catches up even without a chain. At most `room`; or a number that is
+    /// never reached, if it is not to catch up.
     pub due: u32,
 }
 

@@ -1,7 +1,7 @@
 //! How many of the proposed drafts a step runs: as many as are worth their rows, judged by how recent proposals fared.
 //!
 //! If each draft is right with probability `a`, a step with `n` drafts brings `1 + a + … + aⁿ` tokens, and takes
-//! `1 + n·c` times as long as one without, where `c` is the share of that time that a row adds. Their ratio is the
+//! `1 + b + n·c` times as long as one without, where `b` and `c` are the shares in [`Cost`]. The ratio of both is the
 //! speed-up (Leviathan et al., 2023, "Fast Inference from Transformers via Speculative Decoding", theorem 3.8, with a
 //! draft that costs a row and no model of its own), and [`worthwhile`] takes the `n` for which it is largest.
 //!
@@ -38,8 +38,8 @@ pub fn mean(before: u32, value: u32) -> u32 {
     if value >= before { before + ((value - before) >> WEIGHT) } else { before - ((before - value) >> WEIGHT) }
 }
 
-/// How a source of drafts has fared. At first the estimate is the mean of all trials, so that few of them tell a
-/// hopeless source, whose drafts have cost passes; later recent trials count most, as in [`learned`].
+/// How a source of drafts has fared. At first the estimate is the mean of all trials: a few trials show that a source
+/// is hopeless, which matters where its drafts cost passes. Later, recent trials count most, as in [`learned`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The estimate of the probability that a draft is right.

@@ -49,8 +49,7 @@ pub struct Weights {
 /// Inputs of a chunk of codes, which has eight slices of 128.
 pub const CHUNK_INPUTS: u32 = SLICES * GROUP;
 
-/// Where the decode kernel's blocks find the codes of several rows' activations. Plain data; a part of parameter
-/// blocks.
+/// Where the decode kernel's CTAs find the codes of several rows' activations. Plain data; a part of parameter blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Inputs {

@@ -7,8 +7,8 @@
 //! the head's others   make_pairs of the state that was kept ─► the same
 //! ```
 //!
-//! The head's layer and output head are [one launch](crate::decode) on devices with the hardware for it; that launch
-//! keeps the state by itself. On others they are separate launches as for any layer, followed by `keep_state`.
+//! From Hopper on, the head's layer and output head are [one launch](crate::decode), which keeps the state by itself.
+//! On other cards they are separate launches as for any layer, followed by `keep_state`.
 //!
 //! # Safety
 //! A function that is not a kernel is a part of one: `self` is of the kernel's parameter block, whose addresses are as
@@ -24,7 +24,7 @@ use crate::step::{Rows, wait_for_launches};
 
 /// Hidden states that a head takes of each token.
 pub const STATES: u32 = 3;
-/// Threads of a block.
+/// Threads of a CTA.
 const THREADS: u32 = 256;
 
 /// Hidden states of the last [`slots`](Self::slots) positions of some sequences.
@@ -151,7 +151,7 @@ impl GatherStates {
     /// Elements of a thread.
     const EACH: u32 = 8;
 
-    /// Blocks of a row, for a hidden size that is a multiple of 8.
+    /// CTAs of a row, for a hidden size that is a multiple of 8.
     pub const fn blocks(dim: u32) -> u32 {
         (STATES * dim).div_ceil(THREADS * Self::EACH)
     }
@@ -233,9 +233,9 @@ pub struct MakePairs {
 impl MakePairs {
     const THREADS: u32 = 512;
     const WARPS: u32 = Self::THREADS / 32;
-    /// Elements that the block takes at a time.
+    /// Elements that the CTA takes at a time.
     const STRIDE: u32 = 4 * Self::THREADS;
-    /// Turns of the block whose elements threads keep in registers: all of them for hidden sizes up to 4,096.
+    /// Turns of the CTA whose elements threads keep in registers: all of them for hidden sizes up to 4,096.
     const KEPT: usize = 2;
     /// Dynamic shared memory: two sums of each warp.
     pub const SHARED_BYTES: u32 = 2 * Self::WARPS * 4;

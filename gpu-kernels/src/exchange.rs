@@ -1,4 +1,4 @@
-//! How activations go from block to block in a step of one row: as words that carry a sequence flag.
+//! How activations go from CTA to CTA in a step of one row: as words that carry a sequence flag.
 //!
 //! A word has 8 bytes, which are written and read at once: four bytes of data, and a sequence flag. A warp that needs a
 //! word polls it until it has the flag that the warp waits for. So no warp counts arrivals, waits for stores to be
@@ -10,13 +10,13 @@
 //! were overwritten before a reader saw it, the reader would wait until the bounded wait ends the launch. That does not
 //! happen. Each kind of word has one place, written once or twice a layer:
 //!
-//! - An output N-tile needs all that attention puts out, and attention needs all that QKV puts out. So once any block
-//!   has finished an output N-tile, every block has read what it needed of QKV's input, every unit of attention has
-//!   read its heads, and the warps that add a head's splits have read their parts. Only then are the scaled residual
-//!   and its squares written anew. The heads and the parts are written anew in the next layer.
-//! - In the same way, gate and up need every output N-tile, and down needs every activation. Once any block has
-//!   finished an N-tile of down, nobody reads the output projection's input or results any more. Once any block has
-//!   finished an N-tile of the next QKV, nobody reads activations any more.
+//! - An output N-tile needs all that attention puts out, and attention needs all that QKV puts out. So once any CTA has
+//!   finished an output N-tile, every CTA has read what it needed of QKV's input, every unit of attention has read its
+//!   heads, and the warps that add a head's splits have read their parts. Only then are the scaled residual and its
+//!   squares written anew. The heads and the parts are written anew in the next layer.
+//! - In the same way, gate and up need every output N-tile, and down needs every activation. Once any CTA has finished
+//!   an N-tile of down, nobody reads the output projection's input or results any more. Once any CTA has finished an
+//!   N-tile of the next QKV, nobody reads activations any more.
 //! - An element of the residual is read, and then overwritten, by the same lane.
 //!
 //! Between two steps the launch ends.
@@ -24,7 +24,7 @@
 //! # Safety
 //! Words are in live memory, as many as their `len` says. They were zero before the first step, and only what is here
 //! has written them since. One lane puts or asks for a word; a whole warp settles. With one flag a word is put once, by
-//! one lane: in a launch before, or by a block that runs beside those that wait for it.
+//! one lane: in a launch before, or by a CTA that runs beside those that wait for it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, device, thread, warp};
@@ -33,8 +33,8 @@ use crate::kv::HEAD_DIM;
 use crate::linear::N_TILE;
 use crate::waiting;
 
-/// Nanoseconds until many words are asked for again. Reading them takes as many bytes as memory brings of weights in
-/// that time.
+/// Nanoseconds between two polls of many words. A poll moves as many bytes as memory brings of weights in about this
+/// time.
 const PAUSE: u32 = 100;
 
 /// What is exchanged.
@@ -130,19 +130,19 @@ impl Exchange {
     /// The first sequence flag of the step that begins: that of what its first matrix takes in.
     ///
     /// # Safety
-    /// [There is](Self::is_there) an exchange. The block has not yet told that it is done with the step: after that,
-    /// what this reads is [written](Self::use_up).
+    /// [There is](Self::is_there) an exchange. The CTA has not yet told that it is done with the step: after that, what
+    /// this reads is [written](Self::use_up).
     #[device]
     pub(crate) unsafe fn first_flag(&self) -> u32 {
         // SAFETY: the caller's word.
         1 + unsafe { self.all.load(0) as u32 }
     }
 
-    /// Uses up the `flags` sequence flags of a step, of which `first` was the first: the next step has others. No block
+    /// Uses up the `flags` sequence flags of a step, of which `first` was the first: the next step has others. No CTA
     /// has a part in the step any more.
     ///
     /// # Safety
-    /// One lane of the grid calls it, once all blocks are done with the step; `first` is what
+    /// One lane of the grid calls it, once all CTAs are done with the step; `first` is what
     /// [`first_flag`](Self::first_flag) gave.
     #[device]
     pub(crate) unsafe fn use_up(&self, first: u32, flags: u32) {
@@ -272,8 +272,8 @@ impl Words {
         Word::new(self.flag, 0)
     }
 
-    /// Waits until the first word has the flag, or a later one. The word may have been overwritten, since nobody waits
-    /// for a block that has no part in what follows.
+    /// Waits until the first word has the flag, or a later flag: others do not wait for this CTA, which does not use
+    /// the words, so the word may have been overwritten.
     ///
     /// # Safety
     /// There is a first word.

@@ -2,7 +2,7 @@
 //! sums.
 //!
 //! # Shape of the work
-//! The kernel is persistent and warp-specialised: a block of three warpgroups stays on its SM and takes tiles of
+//! The kernel is persistent and warp-specialised: a CTA of three warpgroups stays on its SM and takes tiles of
 //! [`TILE_ROWS`] = 128 rows × `N` = 128, 192 or 256 features, one after another:
 //!
 //! ```text
@@ -11,30 +11,30 @@
 //! warpgroup 1   rows 64..128 ┘ then the epilogue
 //! ```
 //!
-//! Tiles are handed out down a band of [`Gemm::band`] tile rows before they go right. So blocks that run at the same
-//! time share rows and features in L2. In the `_2x1` kernels, two neighbouring blocks take tiles one above the other,
-//! and each loads half of the features' tile for both. In the `_4x2` kernels, four blocks one above the other share
-//! features, and two side by side share rows:
+//! Tiles are handed out down a band of [`Gemm::band`] tile rows before they go right. So CTAs that run at the same time
+//! share rows and features in L2. In the `_2x1` kernels, two neighbouring CTAs take tiles one above the other, and each
+//! loads half of the features' tile for both. In the `_4x2` kernels, four CTAs one above the other share features, and
+//! two side by side share rows:
 //!
 //! ```text
 //!                  features 0 .. 256      256 .. 512
-//! rows   0 .. 128  block 0                block 4        rows: the two load them for both in turn
-//! rows 128 .. 256  block 1                block 5
-//! rows 256 .. 384  block 2                block 6
-//! rows 384 .. 512  block 3                block 7        features: in each step two of the four load a half
+//! rows   0 .. 128  CTA 0                  CTA 4          rows: the two load them for both in turn
+//! rows 128 .. 256  CTA 1                  CTA 5
+//! rows 256 .. 384  CTA 2                  CTA 6
+//! rows 384 .. 512  CTA 3                  CTA 7          features: in each step two of the four load a half
 //! ```
 //!
 //! Not every SM has seven free neighbours. So clusters of 2 × 1 do the rest, in a launch of their own that runs beside
 //! the other ([`Beside`]). What lies beyond `n` or `x` arrives as zeros.
 //!
-//! Heads have 128 features, and a warpgroup finishes whole heads. In the `_n192` kernels each block takes one tile, and
-//! two neighbours have three heads between them. One block multiplies the middle head by the upper 64 rows, the other
-//! by the lower 64:
+//! Heads have 128 features, and a warpgroup finishes whole heads. In the `_n192` kernels each CTA takes one tile, and
+//! two neighbours have three heads between them. One CTA multiplies the middle head by the upper 64 rows, the other by
+//! the lower 64:
 //!
 //! ```text
 //! features          0 .. 128   128 .. 256   256 .. 384
-//! rows  0 ..  64   └─────── block 0 ──────┘ └─ block 1 ┘     (warpgroups 0)
-//! rows 64 .. 128   └─ block 0 ┘ └─────── block 1 ──────┘     (warpgroups 1)
+//! rows  0 ..  64   └──────── CTA 0 ───────┘ └── CTA 1 ─┘     (warpgroups 0)
+//! rows 64 .. 128   └── CTA 0 ─┘ └──────── CTA 1 ───────┘     (warpgroups 1)
 //! ```
 //!
 //! Norms are fused into the GEMMs as [`norm`](crate::norm) says. A warpgroup adds up the squares of its tile's rows
@@ -70,9 +70,9 @@
 //! 2. This module.
 //!
 //! # Safety
-//! `p` is a launch's parameter block, whose addresses, maps and grid are as it says. The whole block begins in
-//! `gemm_of`, which makes the ring's barriers before anyone waits for one. One lane of warpgroup 2 calls [`produce`].
-//! Whole warpgroups 0 and 1 call what multiplies, each with the tiles that [`produce`] takes, in the same order. A
+//! `p` is a launch's parameter block, whose addresses, maps and grid are as it says. The whole CTA begins in `gemm_of`,
+//! which makes the ring's barriers before anyone waits for one. One lane of warpgroup 2 calls [`produce`]. Whole
+//! warpgroups 0 and 1 call what multiplies, each with the tiles that [`produce`] takes, in the same order. A
 //! warpgroup's accumulators, and its part of shared memory behind the ring, are its own; MMAs that write the
 //! accumulators have been waited for when these are read. Each warpgroup releases every stage once, when it is done
 //! with it; where its warps load from a stage, each warp does.
@@ -99,7 +99,7 @@ pub const BOX: u32 = tensor::ROW;
 pub const SPAN: u32 = crate::norm::SPAN;
 /// Weight rows that one copy loads.
 pub const WEIGHT_ROWS: u32 = TOGETHER * N_TILE;
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 384;
 
 /// Weight rows that the kernel for tiles of `n` weight rows loads for each tile.
@@ -136,8 +136,8 @@ const BOX_ALIGNMENT: u32 = 1024;
 const TOTALS_BYTES: u32 = 2 * GROUP * 32 * 4;
 const _: () = assert!(SLICES_APART == WEIGHT_ROWS * DEPTH * 2);
 
-/// Parameters of the GEMMs of this module. Grid: at most one block an SM, in whole clusters for `_2x1` and `_4x2`
-/// kernels. For `_n192` kernels: two blocks for every 384 features of every tile of rows. Shared memory:
+/// Parameters of the GEMMs of this module. Grid: at most one CTA an SM, in whole clusters for `_2x1` and `_4x2`
+/// kernels. For `_n192` kernels: two CTAs for every 384 features of every tile of rows. Shared memory:
 /// [`Gemm::shared_bytes`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -148,12 +148,12 @@ pub struct Gemm {
     pub stream: Global<bf16>,
     /// The matrix's first [`Wave::base`](crate::stream::Wave::base).
     pub base: u64,
-    /// Blocks that the weights were laid out for.
+    /// CTAs that the weights were laid out for.
     pub blocks: u32,
     /// N-tiles of the whole matrix.
     pub n_tiles: u32,
-    /// The activations that `swiglu` and `plain` write, bf16 `[rows, n]`, in tiles of 64 rows. `swiglu` writes them in
-    /// the order of [`slot`](crate::linear::slot).
+    /// The activations that `swiglu` writes, and `plain` in `bench-kernels`: bf16 `[rows, n]`, in tiles of 64 rows.
+    /// Those of `swiglu` are in the order of [`slot`](crate::linear::slot).
     pub out: Global<TensorMap>,
     /// `[rows, n]`, whole tiles of rows: written by `write` alone.
     pub y: GlobalMut<f32>,
@@ -182,7 +182,7 @@ pub struct Gemm {
     pub n: u32,
     /// Input features; with e4m3, pairs of them.
     pub k: u32,
-    /// Height of a band, in tiles of a block or of a cluster; at least one.
+    /// Height of a band, in tiles of a CTA or of a cluster; at least one.
     pub band: u32,
     /// The other launch of the same GEMM, if there is one.
     pub beside: Beside,
@@ -199,7 +199,7 @@ impl Gemm {
         Self::ring(n).end().next_multiple_of(BOX_ALIGNMENT)
     }
 
-    /// Bytes of dynamic shared memory of a block with tiles of `n` weight rows: the ring, then two boxes of output for
+    /// Bytes of dynamic shared memory of a CTA with tiles of `n` weight rows: the ring, then two boxes of output for
     /// each warpgroup. With wide tiles, totals lie in the place of the boxes.
     pub const fn shared_bytes(n: u32) -> u32 {
         Self::boxes(n) + if n == 128 { 4 * BOX_BYTES } else { TOTALS_BYTES }
@@ -218,14 +218,14 @@ impl Gemm {
     }
 }
 
-// A block of an H100 has at most this much. The four boxes fit into the place of totals.
+// A CTA of an H100 has at most this much. The four boxes fit into the place of totals.
 const _: () = assert!(Gemm::shared_bytes(256) <= 232_448 && Gemm::shared_bytes(128) <= 232_448);
 const _: () = assert!(4 * BOX_BYTES <= TOTALS_BYTES);
 
 /// Waits until what the launches ahead wrote can be read. Kernels without clusters have no launch beside them.
 ///
 /// # Safety
-/// Where blocks are in clusters, [`Gemm::beside`] is as [`Beside::wait`] asks.
+/// Where CTAs are in clusters, [`Gemm::beside`] is as [`Beside::wait`] asks.
 #[device]
 unsafe fn wait<const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     if DOWN * ACROSS > 1 {
@@ -252,15 +252,15 @@ trait Inputs: Copy {
     unsafe fn load_tail(self, ring: &Ring, at: [u32; 2], slice: u32);
     /// Whether a tile's slices come split-K partial by split-K partial, or in order.
     const SPLIT: bool;
-    /// Blocks that take the same tile, each for some of its rows.
+    /// CTAs that take the same tile, each for some of its rows.
     const SHARERS: u32;
-    /// How often a block's consumers release each stage: once for each warpgroup, or once for each warp.
+    /// How often a CTA's consumers release each stage: once for each warpgroup, or once for each warp.
     const RELEASES: u32;
     /// A warpgroup's consumer role: it multiplies the stages that arrive, and finishes its part of each tile.
     ///
     /// # Safety
-    /// Warpgroups 0 and 1 of the block call it, once, with registers for the accumulators. `tiles` are those that the
-    /// block's producer takes.
+    /// Warpgroups 0 and 1 of the CTA call it, once, with registers for the accumulators. `tiles` are those that the
+    /// CTA's producer takes.
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles);
 }
 
@@ -298,22 +298,22 @@ impl Inputs for Bf16 {
     }
 }
 
-/// A GEMM with an epilogue, in tiles of `N` weight rows; clusters of `DOWN` × `ACROSS` blocks take theirs together.
-/// Blocks have [`THREADS`] threads.
+/// A GEMM with an epilogue, in tiles of `N` weight rows; clusters of `DOWN` × `ACROSS` CTAs take theirs together. CTAs
+/// have [`THREADS`] threads.
 ///
 /// # Safety
-/// As the parameter block says. All threads of every block call it.
+/// As the parameter block says. All threads of every CTA call it.
 #[device]
 pub unsafe fn gemm<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm) {
     // SAFETY: the caller's word.
     unsafe { gemm_of::<E, Bf16, N, DOWN, ACROSS>(p, Bf16) }
 }
 
-/// Assigns the roles of a GEMM to the block's warps.
+/// Assigns the roles of a GEMM to the CTA's warps.
 ///
 /// # Safety
-/// All threads of every block call it, [`THREADS`] of each, in clusters of `DOWN` × `ACROSS` blocks. `inputs` are as
-/// `p`'s launch has them.
+/// All threads of every CTA call it, [`THREADS`] of each, in clusters of `DOWN` × `ACROSS` CTAs. `inputs` are as `p`'s
+/// launch has them.
 #[device]
 unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, inputs: I) {
     // SAFETY: the caller's word.
@@ -321,7 +321,7 @@ unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
         wgmma::declare();
         dependent_launch::allow_next();
         if thread::thread_idx_x() == 0 {
-            // Every block that shares weights or rows with this one releases a stage, and so does this one.
+            // Every CTA that shares weights or rows with this one releases a stage, and so does this one.
             Ring::init(I::ring(N), I::RELEASES * (DOWN + ACROSS - 1));
             bulk::fence_init();
         }
@@ -354,7 +354,7 @@ unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
             }
         }
         if cluster {
-            // No block ends while another may still write to it.
+            // No CTA ends while another may still write to it.
             cluster::sync();
         }
     }

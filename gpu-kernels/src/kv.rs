@@ -80,8 +80,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// The block of page `index` of `sequence` for `kv_head`. Blocks number the pages of all heads: block `b` begins
-    /// with its keys at row `2 · PAGE_TOKENS · b`, in rows of [`HEAD_DIM`] elements, and its values follow.
+    /// The block of page `index` of `sequence` for `kv_head`: not a CTA, but what a page has of one head. The keys of
+    /// block `b` begin at row `2 · PAGE_TOKENS · b`, in rows of [`HEAD_DIM`] elements, and its values follow.
     ///
     /// # Safety
     /// The table has that entry.

@@ -2,7 +2,7 @@
 //! [layout](crate::stream) that all kernels share.
 //!
 //! # Shape of the work
-//! A block owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps distribute the slices of [`SLICE`] = 64
+//! A CTA owns an N-tile of 16 output features. Its [`K_PARTIALS`] = 4 warps distribute the slices of [`SLICE`] = 64
 //! input features among themselves and feed them to the tensor cores: `mma.m16n8k16` with the weights as A (16
 //! features) and the token rows as B (8 rows a tile, `TILES` tiles). A sum over k does not depend on where its terms
 //! stand as long as A and B agree. So a lane loads 16 contiguous bytes of a row and uses them as the four k-pairs that
@@ -23,8 +23,8 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, whose addresses are as it says, with no more N-tiles in the grid than the matrix
-//! has. What is not a kernel is called by the whole block, all of its warps together, since they synchronise. The block
-//! has [`Linear::shared_bytes`] of dynamic shared memory to itself, and its N-tile of every row of the output.
+//! has. What is not a kernel is called by the whole CTA, all of its warps together, since they synchronise. The CTA has
+//! [`Linear::shared_bytes`] of dynamic shared memory to itself, and its N-tile of every row of the output.
 
 use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, mma, shared, thread};
 
@@ -36,11 +36,11 @@ use crate::stream::{STEP_BYTES, StreamMatrix, core_word};
 /// Input features that a warp takes at a time; slice `s` goes to warp `s % 4`. The input size is a multiple of twice
 /// this.
 pub const SLICE: u32 = 64;
-/// Output features of a block.
+/// Output features of a CTA.
 pub const N_TILE: u32 = 16;
 /// Split-K partials that an output is the sum of: one for each warp.
 pub const K_PARTIALS: u32 = 4;
-/// Threads of a block: a warp for each split-K partial.
+/// Threads of a CTA: a warp for each split-K partial.
 const THREADS: u32 = K_PARTIALS * 32;
 /// Slices that a warp multiplies at a time, while it loads as many for the next turn. Four would gain nothing with few
 /// rows, with or without loading ahead: warps would need more registers, so fewer would fit on an SM.
@@ -62,7 +62,7 @@ pub struct Linear {
     pub y: GlobalMut<f32>,
     /// `[rows, n]`: written by `swiglu_*` alone.
     pub activation: GlobalMut<bf16>,
-    /// What `linear_add_*` adds to, and only they; its size is `n`.
+    /// What `linear_add_*` adds to; the other kernels do not use it. Its size is `n`.
     pub residual: Residual,
     /// `[n]`: the weight of the norm that comes after `linear_add_*`.
     pub next_norm: Global<bf16>,
@@ -100,8 +100,8 @@ pub(crate) const fn place_of<const SLOTS: bool>(element: u32) -> usize {
     (if SLOTS { slot(element) } else { element }) as usize
 }
 
-/// Each warp computes its split-K partial of the block's N-tile and leaves it in shared memory, `[warp][row][feature]`.
-/// Where a norm comes before, the rows' factors go behind the partials. Ends with a barrier of the block.
+/// Each warp computes its split-K partial of the CTA's N-tile and leaves it in shared memory, `[warp][row][feature]`.
+/// Where a norm comes before, the rows' factors go behind the partials. Ends with a barrier of the CTA.
 ///
 /// # Safety
 /// `count` is what [`rows_here`] says, and not 0.
@@ -185,8 +185,8 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
 /// One output: the sum over warps, first to last, of its partial sums, times the row's factor.
 ///
 /// # Safety
-/// The block has come out of [`partial_sums`], and has written nothing else there since. `row` is below its `count`,
-/// and `feature` below [`N_TILE`].
+/// The CTA has come out of [`partial_sums`], and has written nothing else there since. `row` is below its `count`, and
+/// `feature` below [`N_TILE`].
 #[device]
 unsafe fn sum_of_warps<const TILES: usize>(p: &Linear, row: u32, feature: u32) -> f32 {
     // SAFETY: the caller's word.

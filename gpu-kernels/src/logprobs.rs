@@ -236,9 +236,9 @@ unsafe fn note_candidates(team: &Team, count: u32, top: u32, note: GlobalMut<u32
     }
 }
 
-/// Calls `f` with the CTA's `count` best ranks, the best first, each with its place from 0 on; if `count` is 0, with
-/// the best one. One thread makes the calls. `mine` is a thread's best rank; `next` gives the thread's best rank below
-/// one that was handed to `f`. When there are no more ranks, `f` gets 0.
+/// Calls `f` with the CTA's `count` best ranks, or with the best one if `count` is 0: the best first, each with its
+/// place from 0 on. One thread makes the calls. `mine` is this thread's best rank, and `next(rank)` gives its best rank
+/// below that. When there are no more ranks, `f` gets 0.
 ///
 /// # Safety
 /// `count` is the same for the whole CTA.

@@ -33,7 +33,7 @@ impl MaskLogits {
         Self::BITS + (vocab.div_ceil(32) as usize).next_multiple_of(4)
     }
 
-    /// Blocks for each mask.
+    /// CTAs for each mask.
     pub const fn blocks(vocab: u32) -> u32 {
         vocab.div_ceil(THREADS * OWN)
     }

@@ -9,9 +9,9 @@
 //! the whole batch allows.
 //!
 //! # Shape of the work
-//! There is one launch. All blocks search, one or more for each sequence; the last block to finish shares out the
-//! budget and copies the drafts. If there is little to read, or a sequence for every SM, each block has a sequence to
-//! itself instead, and takes its part of the budget itself: [`mod@together`].
+//! There is one launch. All CTAs search, one or more for each sequence; the last CTA to finish shares out the budget
+//! and copies the drafts. If there is little to read, or a sequence for every SM, each CTA has a sequence to itself
+//! instead, and takes its part of the budget itself: [`mod@together`].
 //!
 //! *Search.* A thread examines ends of windows, not windows: from each end it counts backwards how many tokens agree
 //! with the pattern's end. So one reading of the text answers for every `n`. The best end is that with the smallest key
@@ -21,7 +21,7 @@
 //! longest possible agreement − agreement  | place: prompt ends first, then generated, each from the left
 //! ```
 //!
-//! A 64-bit compare-and-swap keeps the smallest key in device memory. A block stops once no key to come can be smaller.
+//! A 64-bit compare-and-swap keeps the smallest key in device memory. A CTA stops once no key to come can be smaller.
 //!
 //! *The window does not depend on the budget.* `want` enters the serial search in one place: a window is passed over
 //! when `start >= min(start + want, len)`. For `want >= 1` that is `start >= len`, whatever `want` is; for `want <= 0`
@@ -42,14 +42,14 @@
 //!   much.
 //!
 //! `U` is a prefix sum, which threads compute together. If some `fixed` is negative (row counts below 0 came in), the
-//! last block walks the batch in order instead.
+//! last CTA walks the batch in order instead.
 //!
 //! # Ladder
 //! 1. Serial: [`mod@reference`].
-//! 2. `bench_kernels::ngram::peers`, after the published kernels: a block a sequence, a pass for each `n`, a second
+//! 2. `bench_kernels::ngram::peers`, after the published kernels: a CTA a sequence, a pass for each `n`, a second
 //!    launch for the budget, serial or by block scan.
-//! 3. This: each token read once for all `n`, any number of blocks a sequence, budget by block scan, one launch.
-//! 4. [`mod@together`]: a block a sequence, which waits for little and tells the others one thing.
+//! 3. This: each token read once for all `n`, any number of CTAs a sequence, budget by block scan, one launch.
+//! 4. [`mod@together`]: a CTA a sequence, which waits for little and tells the others one thing.
 //!
 //! # Safety
 //! An operator is a launch's parameter block, whose arrays are as it says, and sequence `b` is below its batch. While
@@ -105,16 +105,16 @@ pub const THRESHOLD: i32 = 128;
 /// Rows that a batch may put into a forward pass under [`NgramMatchMixed`].
 pub const THRESHOLD_MIXED: i32 = 1024;
 
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 1024;
 const WARPS: u32 = THREADS / 32;
-/// Dynamic shared memory of a block, in bytes.
+/// Dynamic shared memory of a CTA, in bytes.
 pub const SHARED_BYTES: u32 = shared_layout::END;
 
 /// Byte offsets in shared memory.
 mod shared_layout {
     use super::{THREADS, WARPS};
-    /// `[1] u32`: is this the last block?
+    /// `[1] u32`: is this the last CTA?
     pub const LAST: u32 = 0;
     /// `[1] u32`: sequences with work.
     pub const ACTIVE: u32 = 4;
@@ -132,7 +132,7 @@ mod shared_layout {
     pub const COUNT: u32 = FROM + THREADS * 8;
     /// `[THREADS] i32`: the row of each sequence's first draft.
     pub const ROW: u32 = COUNT + THREADS * 4;
-    /// `[THREADS] u64`: the keys of a launch of one block.
+    /// `[THREADS] u64`: the keys of a launch of one CTA.
     pub const KEYS: u32 = ROW + THREADS * 4;
     pub const END: u32 = KEYS + THREADS * 8;
 }
@@ -143,11 +143,11 @@ pub const WORKSPACE_FILL: u8 = 0xFF;
 /// Most sequences of a launch of [`mod@together`].
 pub const TOGETHER: u32 = 128;
 
-/// The first slot and the first key of a workspace. Before them: how many blocks have finished.
+/// The first slot and the first key of a workspace. Before them: how many CTAs have finished.
 const SLOTS: usize = 2;
 const KEYS: usize = SLOTS + 2 * TOGETHER as usize;
 
-/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many blocks have finished, [`TOGETHER`]
+/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many CTAs have finished, [`TOGETHER`]
 /// slots of two words, and a key for each sequence.
 pub const fn workspace_len(batch: u32) -> usize {
     KEYS + batch as usize
@@ -162,12 +162,11 @@ pub fn is_ready(workspace: &[u64]) -> bool {
         && others.into_iter().all(|&word| word == u64::from_ne_bytes([WORKSPACE_FILL; 8]))
 }
 
-/// Blocks for a batch whose longest text has `longest` tokens, on a device with `sms`. Results do not depend on it.
+/// CTAs for a batch whose longest text has `longest` tokens, on a device with `sms`. Results do not depend on it.
 ///
-/// Each block gets a tile or two, so that as many SMs as possible read: a block that reads for many warps is held up by
-/// its own instructions. While there is little to read, only half of the SMs take part, because then the arrivals of
-/// blocks are what costs, the more the more blocks there are. The smallest batches have a single block, which waits for
-/// no other.
+/// Each CTA gets a tile or two, so that as many SMs as possible read: a CTA that reads for many warps is held up by its
+/// own instructions. While there is little to read, only half of the SMs take part, because then the arrivals of CTAs
+/// are what costs, the more the more CTAs there are. The smallest batches have a single CTA, which waits for no other.
 pub const fn blocks<T: Token>(batch: u32, longest: u32, sms: u32) -> u32 {
     let tiles = tiles::<T>(longest) * batch as u64;
     let (all, half) = (sms as u64, sms.div_ceil(2) as u64);
@@ -183,7 +182,7 @@ pub const fn blocks<T: Token>(batch: u32, longest: u32, sms: u32) -> u32 {
     }
 }
 
-/// Most tiles that one block reads alone.
+/// Most tiles that one CTA reads alone.
 const ALONE_TILES: u64 = 8;
 /// With more tiles than this for each SM, reading is what costs.
 const MANY_TILES: u64 = 16;
@@ -196,7 +195,7 @@ pub const fn together<T: Token>(batch: u32, longest: u32, sms: u32) -> bool {
     batch <= TOGETHER && batch <= sms && tiles::<T>(longest) * (sms - batch) as u64 <= WAITED_TILES * sms as u64
 }
 
-/// Tiles that a block reads in the time that the other launch's arrivals take longer.
+/// Tiles that a CTA reads in the time that the other launch's arrivals take longer.
 const WAITED_TILES: u64 = 66;
 
 /// Tiles of a text of `longest` tokens.
@@ -455,7 +454,7 @@ impl<T: Token> Operator<T> for NgramMatchMixed<T> {
     }
 }
 
-/// The whole operator: any grid, blocks of [`THREADS`].
+/// The whole operator: any grid, CTAs of [`THREADS`].
 ///
 /// # Safety
 /// As the operator's parameter block says.
@@ -471,8 +470,8 @@ pub unsafe fn draft<T: Token, O: Operator<T>>(operator: &O) {
     }
 }
 
-/// [`ngram_match_mixed_together_i32`] for one sequence without a prompt, as a part of another kernel, by that kernel's
-/// first [`together::THREADS`] threads. This is its beginning, before it is known how the generated tokens end.
+/// The mixed operator of [`mod@together`] for one sequence without a prompt, as a part of another kernel, by that
+/// kernel's first [`together::THREADS`] threads. This is its beginning, before the last generated tokens are known.
 pub(crate) struct HeadStart(search::AheadShared);
 
 impl HeadStart {
@@ -485,9 +484,9 @@ impl HeadStart {
     /// Starts loading the generated tokens before `end`, which nobody writes any more.
     ///
     /// # Safety
-    /// The launch's batch is one sequence without a prompt, in a grid of one block. The first [`together::THREADS`]
-    /// lanes of the block call it, whole warps, and have the first [`SHARED_BYTES`](Self::SHARED_BYTES) of dynamic
-    /// shared memory to themselves from then on. There are `end` generated tokens.
+    /// The launch's batch is one sequence without a prompt, in a grid of one CTA. The first [`together::THREADS`] lanes
+    /// of the CTA call it, whole warps, and have the first [`SHARED_BYTES`](Self::SHARED_BYTES) of dynamic shared
+    /// memory to themselves from then on. There are `end` generated tokens.
     #[device]
     pub(crate) unsafe fn look(p: &NgramMatchMixed<i32>, end: u32) -> Self {
         let parts = together::THREADS / 32;
@@ -515,7 +514,7 @@ impl HeadStart {
 
 /// Extends drafts that another proposer has put there, with `i32` token ids. The decode loop uses it. (`bench-kernels`
 /// has the operators with other ids and in other variants.)
-// `min_blocks = 1` tells the assembler that a second block on the SM is not worth a spill.
+// `min_blocks = 1` tells the assembler that a second CTA on the SM is not worth a spill.
 #[kernel(threads = THREADS, min_blocks = 1)]
 pub unsafe fn ngram_match_mixed_i32(p: NgramMatchMixed<i32>) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

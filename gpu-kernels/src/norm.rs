@@ -23,7 +23,7 @@ use crate::linear::{N_TILE, slot};
 /// Elements of a span: eight N-tiles.
 pub const SPAN: u32 = 8 * N_TILE;
 
-/// The residual stream and what is kept beside it for the norm that comes next. All of it is written by `put` alone.
+/// The residual stream, and what is kept beside it, and written with it, for the norm that comes next.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Residual {

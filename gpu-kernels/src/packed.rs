@@ -43,8 +43,8 @@ pub(crate) const HALF_BYTES: u32 = 4 * GROUP_BYTES;
 pub const PACKED_BYTES: u32 = 2 * HALF_BYTES;
 /// Bytes of a page's keys for a head, or of its values, before they are packed.
 const RAW_BYTES: u32 = PAGE_TOKENS * HEAD_DIM * 2;
-/// The first token of a page in its original form that lies beyond [`PACKED_BYTES`]. No more bytes are copied of a page
-/// that is packed, or that was to be.
+/// The first token of an unpacked page that lies beyond [`PACKED_BYTES`]. Of a page that was to be packed no more bytes
+/// are copied, even if it could not be packed.
 const FIRST_BEYOND: u32 = PACKED_BYTES / (HEAD_DIM * 2);
 const _: () = assert!(PACKED_BYTES == 13_312 && PACKED_BYTES.is_multiple_of(HEAD_DIM * 2) && FIRST_BEYOND >= WARP_KEYS);
 
@@ -261,14 +261,14 @@ const PACKED: u32 = 2 * RAW_BYTES;
 const EXTREMES: u32 = PACKED + 2 * PACKED_BYTES;
 
 impl PackPages {
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a CTA.
     pub const SHARED_BYTES: u32 = EXTREMES + 4 * WARPS * 4;
 
     /// The page of a head that this CTA takes: its block's number in the layer, where its keys are, and where its form
     /// is.
     ///
     /// # Safety
-    /// The block is of a launch whose parameter block this is.
+    /// The CTA is of a launch whose parameter block this is.
     #[device]
     unsafe fn block(&self) -> (u32, GlobalMut<u32>, GlobalMut<u32>) {
         // SAFETY: the caller's word.
@@ -295,8 +295,8 @@ pub unsafe fn pack_pages(p: PackPages) {
     unsafe {
         let (block, page, form) = p.block();
         let (thread, lane, warp_id) = (thread::thread_idx_x(), thread::lane_id(), thread::warp_id());
-        // For keys and for values: the largest of the exponents' upper bits, and the largest of their distances from
-        // 0x7f, which stands for the least of them.
+        // For keys and for values: the largest of the exponents' upper bits, and 0x7f minus the least of them, so that
+        // both are found by a maximum.
         let mut extremes = [0u32; 4];
         unroll!(I < 8; {
             let at = (I as u32 * THREADS + thread) as usize * 4;
@@ -412,11 +412,11 @@ pub unsafe fn unpack_pages(p: PackPages) {
     }
 }
 
-/// Copies `bytes` of keys and as many of values to the page, by the whole block. They follow each other from byte
-/// `from` of shared memory on.
+/// Copies `bytes` of keys and as many of values to the page, by the whole CTA. They follow each other from byte `from`
+/// of shared memory on.
 ///
 /// # Safety
-/// The whole block calls it, and has synchronised since these bytes were written. The page is the block's.
+/// The whole CTA calls it, and has synchronised since these bytes were written. The page is the CTA's.
 #[device]
 unsafe fn copy_out(from: u32, bytes: u32, page: GlobalMut<u32>) {
     // SAFETY: the caller's word.

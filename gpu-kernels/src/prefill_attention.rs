@@ -1,8 +1,8 @@
 //! Grouped-query attention for prompts: many query rows over the paged cache, on Hopper's `wgmma`.
 //!
 //! # Shape of the work
-//! A block takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence. It walks over the keys that
-//! the last of these rows sees, [`KEYS`] = 128 at a time (two pages):
+//! A CTA takes one query head and [`TILE_ROWS`] = 128 consecutive rows of one sequence. It walks over the keys that the
+//! last of these rows sees, [`KEYS`] = 128 at a time (two pages):
 //!
 //! ```text
 //! warpgroup 2   one lane: pages of K and of V ──────TMA──────► two stages each in shared memory
@@ -15,7 +15,7 @@
 //! 2024, "FlashAttention-3"; the running maximum: Milakov and Gimelshein, 2018, "Online normalizer calculation for
 //! softmax").
 //!
-//! Two query heads of one key-value head may be a pair of blocks (a cluster). Each block of the pair loads every other
+//! Two query heads of one key-value head may be a pair of CTAs (a cluster). Each CTA of the pair loads every other
 //! page, and TMA puts the page into both.
 //!
 //! The kernel reads the cache where it lies: a page of a head is 64 rows of keys, then 64 rows of values (see
@@ -27,10 +27,10 @@
 //! keys alone: neither on how the prompt is cut into chunks, nor on the row's place in its tile (tested).
 //!
 //! # Safety
-//! `p` is a launch's parameter block, whose addresses and maps are as it says. The whole block begins in `attend`,
-//! which makes all barriers before anyone waits for one. One lane of warpgroup 2 calls `produce`. Whole warpgroups 0
-//! and 1 call `consume` and what it calls. Producer and consumers take the tile's blocks of keys in the same order, and
-//! the same number of them. Accumulators are the warpgroup's own, and are read when the MMAs that write them have been
+//! `p` is a launch's parameter block, whose addresses and maps are as it says. The whole CTA begins in `attend`, which
+//! makes all barriers before anyone waits for one. One lane of warpgroup 2 calls `produce`. Whole warpgroups 0 and 1
+//! call `consume` and what it calls. Producer and consumers take the tile's blocks of keys in the same order, and the
+//! same number of them. Accumulators are the warpgroup's own, and are read when the MMAs that write them have been
 //! waited for.
 
 use cuda_std::bulk::{self, Barrier};
@@ -48,9 +48,9 @@ use crate::quad;
 pub const TILE_ROWS: u32 = 128;
 /// Keys of a block of keys.
 pub const KEYS: u32 = 128;
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 384;
-/// Dynamic shared memory of a block: the queries, two stages of keys and of values, barriers.
+/// Dynamic shared memory of a CTA: the queries, two stages of keys and of values, barriers.
 pub const SHARED_BYTES: u32 = BARRIERS + 9 * 8;
 
 const GROUP: u32 = 128;
@@ -100,8 +100,8 @@ pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PrefillAttention {
     /// `[tiles, 4]`: consecutive rows of one sequence each: the first row, how many (at most [`TILE_ROWS`]), the
-    /// sequence, the first row's position. 16-byte aligned. Blocks begin the last tiles first, so the tiles with the
-    /// most keys belong at the end.
+    /// sequence, the first row's position. 16-byte aligned. CTAs begin with the last tiles, so the tiles with the most
+    /// keys belong at the end.
     pub tiles: Global<u32>,
     /// The queries, bf16 `[rows, q_heads · 128]`, in tiles of 64 rows.
     pub q: Global<TensorMap>,
@@ -131,7 +131,7 @@ struct Ring {
 
 impl Ring {
     /// # Safety
-    /// The block has [`SHARED_BYTES`]. `stages` and `first_barrier` are those of keys or of values.
+    /// The CTA has [`SHARED_BYTES`]. `stages` and `first_barrier` are those of keys or of values.
     #[device]
     unsafe fn new(stages: u32, first_barrier: u32) -> Self {
         // SAFETY: the caller's word.
@@ -153,12 +153,12 @@ impl Ring {
         Barrier::at(Shared::from_raw(self.barriers + (STAGES + self.turn % STAGES) * 8))
     }
 
-    /// Releases the stage, in every block whose copies land here. `free` is the first stage's `empty` barrier, in one
-    /// of these blocks; for each of them one lane of the warpgroup has `tells`.
+    /// Releases the stage, in every CTA whose copies land here. `free` is the first stage's `empty` barrier, in one of
+    /// these CTAs; for each of them one lane of the warpgroup has `tells`.
     ///
     /// # Safety
     /// The lane's warpgroup has waited for the stage, and its MMAs that read it are done. `free` is as said above, of
-    /// blocks that are still there.
+    /// CTAs that are still there.
     unsafe fn release(&mut self, free: PeerBarrier, tells: bool) {
         // SAFETY: the caller's word.
         unsafe { free.at(self.turn % STAGES).arrive_if(tells) };
@@ -169,10 +169,10 @@ impl Ring {
         self.turn / STAGES % 2
     }
 
-    /// Makes the barriers, before anyone waits. The warpgroups of `cluster` blocks release each stage.
+    /// Makes the barriers, before anyone waits. The warpgroups of `cluster` CTAs release each stage.
     ///
     /// # Safety
-    /// One lane of the block calls it, once.
+    /// One lane of the CTA calls it, once.
     unsafe fn init(&self, cluster: u32) {
         let mut i = 0;
         while i < STAGES {
@@ -187,7 +187,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// The barriers were [made](Self::init), and the block has synchronised since.
+    /// The barriers were [made](Self::init), and the CTA has synchronised since.
     unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
         unsafe { self.full().wait(self.parity()) }
@@ -330,8 +330,8 @@ fn scale_outputs(factors: [f32; 2]) {
 /// One lane loads the queries, then keys and values in the order in which they are used.
 ///
 /// # Safety
-/// One lane of the block calls it, once. `head` is a query head, `tile` one of the launch's, and `blocks` how many
-/// blocks of keys its last row sees. `queries_full` was made.
+/// One lane of the CTA calls it, once. `head` is a query head, `tile` one of the launch's, and `blocks` how many blocks
+/// of keys its last row sees. `queries_full` was made.
 #[device]
 unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u32, blocks: u32, queries_full: Barrier) {
     // SAFETY: the caller's word.
@@ -356,7 +356,7 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         // The number of a page of a head among all pages of all heads. The last block of keys may lack its second page:
         // it gets the first again, and the keys there are masked.
         let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
-        // In a cluster this block loads every other page, for both blocks.
+        // In a cluster this CTA loads every other page, for both CTAs.
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
         let load = |ring: &mut Ring, block: u32, kind: u32| {
             ring.begin_fill();
@@ -418,8 +418,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let queries = Operand::at(own);
         let mut keys = Ring::new(KEY_STAGES, 0);
         let mut values = Ring::new(VALUE_STAGES, 4);
-        // Lane `i` of a warpgroup tells block `i` of the cluster that a stage is free: that block's copies land here
-        // too.
+        // Lane `i` of a warpgroup tells CTA `i` of the cluster that a stage is free: that CTA's copies land here too.
         let in_group = thread::thread_idx_x() % GROUP;
         let peer = if CLUSTER > 1 { in_group % CLUSTER } else { 0 };
         let (keys_free, values_free) = (PeerBarrier::new(keys.empty(), peer), PeerBarrier::new(values.empty(), peer));
@@ -517,7 +516,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
 }
 
 /// # Safety
-/// All threads of every block call it, [`THREADS`] of each, in clusters of `CLUSTER` blocks.
+/// All threads of every CTA call it, [`THREADS`] of each, in clusters of `CLUSTER` CTAs.
 #[device]
 unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
     // SAFETY: the caller's word.
@@ -552,7 +551,7 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
             }
         }
         if CLUSTER > 1 {
-            // No block ends while the other may still write to it.
+            // No CTA ends while the other may still write to it.
             cluster::sync();
         }
     }
@@ -565,7 +564,7 @@ pub unsafe fn prefill_attention(p: PrefillAttention) {
     unsafe { attend::<1>(&p) }
 }
 
-/// As [`prefill_attention`], with blocks in pairs. The query heads of a key-value head must be even in number.
+/// As [`prefill_attention`], with CTAs in pairs. The query heads of a key-value head must be even in number.
 #[kernel(threads = THREADS, min_blocks = 1, cluster = 2)]
 pub unsafe fn prefill_attention_2x1(p: PrefillAttention) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

@@ -22,7 +22,7 @@ use crate::attention::{QUERY_HALF, query_word};
 use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
 use crate::step::Rows;
 
-/// Heads of a block of [`split_heads`].
+/// Heads of a CTA of [`split_heads`].
 pub const HEADS_PER_BLOCK: u32 = 4;
 const HALF: u32 = HEAD_DIM / 2;
 

@@ -1,7 +1,7 @@
 //! A ring of pipeline stages in shared memory, which producer warps fill by TMA and consumer warps read.
 //!
-//! Stages lie in the block's dynamic shared memory. Behind them lie the full barriers, one for each stage, and then the
-//! empty barriers.
+//! Stages lie in the CTA's dynamic shared memory. Each has a full barrier and an empty barrier. The ring's [`Shape`]
+//! says where the full barriers begin; the empty barriers follow them.
 //!
 //! # Safety
 //! [`Ring`] says what all that is unsafe here asks. Beyond that, a producer fills only a stage that it has waited for,
@@ -42,8 +42,8 @@ impl Shape {
 /// The position of a producer or a consumer in a ring: a stage, and the parity of its barriers' phase.
 ///
 /// # Safety
-/// What is unsafe here asks that the block has shared memory for the ring's [shape](Shape); that [`init`](Self::init)
-/// made the barriers before the block synchronised; and that producers and consumers take stages in the same order.
+/// What is unsafe here asks that the CTA has shared memory for the ring's [shape](Shape); that [`init`](Self::init)
+/// made the barriers before the CTA synchronised; and that producers and consumers take stages in the same order.
 /// Whoever reads a stage has waited for it, or has synchronised with a thread that has, and releases it once.
 #[derive(Clone, Copy)]
 pub(crate) struct Ring {
@@ -71,8 +71,8 @@ impl Ring {
     /// lane calls it, before anyone waits.
     ///
     /// # Safety
-    /// The block has shared memory for the barriers, and none of it is in use; `consumers` is at least 1. The lane
-    /// [fences](bulk::fence_init) them afterwards, and then the block synchronises.
+    /// The CTA has shared memory for the barriers, and none of it is in use; `consumers` is at least 1. The lane
+    /// [fences](bulk::fence_init) them afterwards, and then the CTA synchronises.
     #[device]
     pub unsafe fn init(shape: Shape, consumers: u32) {
         let mut stage = 0;

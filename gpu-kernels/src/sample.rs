@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! best logit ─┬─ greedy ─► token
-//!             ├─ top-k ─► how good the k-th of the threads' best is ─► candidates at least as good
+//!             ├─ top-k ─► the k-th best of all threads' best logits ─► candidates at least as good
 //!             │            ─► one CTA ranks them, and draws
 //!             └─ top-p, min-p, none ─► (histograms ─►) least logit kept ─► masses of slices
 //!                          ─► the slice that the draw falls into
@@ -96,8 +96,8 @@ impl Split {
     /// The number of this CTA's team, how many teams there are, and the team.
     ///
     /// # Safety
-    /// The block is of the launch that this is a part of the parameters of: [`splits`](Self::splits) is not 0, and
-    /// there is scratch for every team.
+    /// The CTA is of the launch that this is a part of the parameters of: [`splits`](Self::splits) is not 0, and there
+    /// is scratch for every team.
     #[device]
     pub(crate) unsafe fn team(&self) -> (u32, u32, Team) {
         // SAFETY: the caller's word.
@@ -455,8 +455,8 @@ unsafe fn choose_from<C: Change>(team: &mut Team, row: Row, among_few: bool, tok
 }
 
 /// Nominates the `count` best tokens among the ranks in `question`, others that the temperature makes equal to the last
-/// of these, and some more. Each thread passes its best rank: the `count`-th best of those is a lower bound for the
-/// `count` best tokens. If fewer threads have a rank in question, nominates nothing and returns false.
+/// of these, and some more. Each thread passes its best rank: the `count`-th best of these is a lower bound of the
+/// `count` best tokens. If fewer than `count` threads have a rank in question, it nominates nothing and returns false.
 ///
 /// # Safety
 /// `mine` is the thread's best rank in the CTA's slice of the row. `question`, `count`, not 0, and `temperature` are
@@ -472,7 +472,7 @@ pub(crate) unsafe fn nominate_best<C: Change>(
 ) -> bool {
     // SAFETY: the caller's word.
     unsafe {
-        // A bound that up to twice as many threads reach is good enough. Somewhat more logits than threads reach it.
+        // A bound that at most `2 · count` threads reach is good enough. Somewhat more logits than threads reach it.
         let question = Question { enough: 2 * u64::from(count), ..question };
         let kept = select(team, &One(mine), question, Count, |_| count.into());
         if kept == 0 {

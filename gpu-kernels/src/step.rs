@@ -291,8 +291,8 @@ pub struct Accept {
     pub first_row: u32,
 }
 
-/// Appends the confirmed tokens to the history, reports them, and takes note of how the proposal fared. Each lane has a
-/// row. The time is that of waits for memory, so everything is loaded at once, even for rows that turn out not to run.
+/// Appends the confirmed tokens to the history, reports them, and records how the proposal fared. Each lane has a row.
+/// Nearly all of the time is memory latency, so everything is loaded at once, even for rows that turn out not to run.
 #[kernel(threads = 32)]
 pub unsafe fn accept(p: Accept) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -442,7 +442,7 @@ impl AcceptAndDraft {
     pub const SHARED_BYTES: u32 = ngram::HeadStart::SHARED_BYTES;
 }
 
-/// [`accept`], [`ngram_match_mixed_together_i32`](crate::ngram::ngram_match_mixed_together_i32) and [`plan_decode`] in
+/// [`accept`], the mixed operator of [`ngram::together`](crate::ngram::together) and [`plan_decode`] in
 /// one launch. The last warp accepts, and waits for the bus to the host while the other warps search. The others load
 /// the history before that, on Hopper while the step itself still runs.
 #[kernel(threads = together::THREADS + 32, min_blocks = 1)]

@@ -5,21 +5,21 @@
 //! matrix has eight features, and half of the 16 inputs of one instruction: with `mma`, one register of all lanes of a
 //! warp holds it.
 //!
-//! A *wave* is a matrix or a part of one: up to [`N_TILES`] N-tiles for each block of the decode kernel. N-tiles go to
-//! blocks in rotation. The rotation continues from wave to wave, so that blocks get equal totals. Memory holds a wave
-//! in the order in which the whole grid consumes it: by input chunk, then by N-tile. Of every 8 N-tiles, a slice of
-//! each lies together: 16 KiB, which the batched decode kernel takes at once:
+//! A *wave* is a matrix or a part of one: up to [`N_TILES`] N-tiles for each CTA of the decode kernel. N-tiles go to
+//! CTAs in rotation. The rotation continues from wave to wave, so that CTAs get equal totals. Memory holds a wave in
+//! the order in which the whole grid consumes it: by input chunk, then by N-tile. In each group of 8 N-tiles, slices
+//! with the same number are contiguous: 16 KiB, which the batched decode kernel copies at once:
 //!
 //! ```text
 //! [512 inputs][8 N-tiles][slice][N-tile of 8][8 features of 16][instruction of 4][half][feature of the 8][16 bytes]
 //! ```
 //!
 //! Within a gate-up N-tile, rows 0 to 7 are gate features and rows 8 to 15 their up features, so that a gate and its up
-//! stay in one block, and with `mma` in one lane. [`lay_out`] makes this order from a checkpoint's.
+//! stay in one CTA, and with `mma` in one lane. [`lay_out`] makes this order from a checkpoint's.
 //!
 //! # Safety
 //! Apart from [`lay_out`], what is unsafe here computes places, and reads and writes nothing. The matrix is laid out
-//! for at least one block, and has the N-tile.
+//! for at least one CTA, and has the N-tile.
 
 use cuda_std::{Global, GlobalMut, bf16, device, kernel, thread};
 
@@ -46,20 +46,20 @@ pub(crate) const STEP_BYTES: u32 = 2 * CORE_BYTES;
 pub const TOGETHER: u32 = 8;
 /// Bytes from one slice of a chunk to the next: those of a group's other N-tiles lie between.
 pub const SLICES_APART: u32 = TOGETHER * SLICE_BYTES;
-/// Most N-tiles of a block in a wave: the accumulators have room for no more.
+/// Most N-tiles of a CTA in a wave: the accumulators have room for no more.
 pub const N_TILES: u32 = 8;
 /// Slices of a chunk.
 pub(crate) const SLICES: u32 = 8;
 
-/// Assigns the N-tiles of one matrix after another to blocks and to places in memory. The producer and the host walk
-/// the same way. Consumers of the decode kernel know their shares from the start.
+/// Assigns the N-tiles of one matrix after another to CTAs and to places in memory. The producer and the host walk the
+/// same way. Consumers of the decode kernel know their shares from the start.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
-    /// Blocks.
+    /// CTAs.
     pub grid: u32,
-    /// Chunks passed so far, which is where the next wave begins. The holes behind a wave's last N-tile count too.
+    /// Chunks passed so far, which is where the next wave begins. Padding after a wave's last N-tile counts, too.
     pub chunks: u64,
-    /// The block that gets the next wave's first N-tile.
+    /// The CTA that gets the next wave's first N-tile.
     pub rotation: u32,
 }
 
@@ -68,7 +68,7 @@ pub struct Walk {
 pub struct Wave {
     /// Where it begins in the stream, in chunks.
     pub base: u64,
-    /// The block that gets its first N-tile.
+    /// The CTA that gets its first N-tile.
     pub rotation: u32,
     /// N-tiles.
     pub n_tiles: u32,
@@ -82,7 +82,7 @@ impl Walk {
         Self { grid, chunks: 0, rotation: 0 }
     }
 
-    /// A block's place in the next wave's rotation, as [`Wave::place`] returns it.
+    /// A CTA's place in the next wave's rotation, as [`Wave::place`] returns it.
     #[device]
     pub(crate) const fn place(&self, block: u32) -> u32 {
         if block >= self.rotation { block - self.rotation } else { block + self.grid - self.rotation }
@@ -91,7 +91,7 @@ impl Walk {
     /// The next wave: as many of the `left` N-tiles as a wave takes, of `k` input features.
     #[device]
     pub fn wave(&mut self, left: u32, k: u32) -> Wave {
-        // SAFETY: a grid has blocks.
+        // SAFETY: a grid has CTAs.
         unsafe { cuda_std::assume(self.grid > 0) };
         let n_tiles = left.min(N_TILES * self.grid);
         let depth = k.div_ceil(CHUNK_FEATURES);
@@ -111,16 +111,16 @@ impl Walk {
 }
 
 impl Wave {
-    /// A block's place in the wave's rotation: the block's `i`-th N-tile is number `i · grid + place` of the wave.
+    /// A CTA's place in the wave's rotation: the CTA's `i`-th N-tile is number `i · grid + place` of the wave.
     #[device]
     pub(crate) fn place(&self, block: u32, grid: u32) -> u32 {
         if block >= self.rotation { block - self.rotation } else { block + grid - self.rotation }
     }
 
-    /// How many of the wave's N-tiles the block at `place` has.
+    /// How many of the wave's N-tiles the CTA at `place` has.
     #[device]
     pub fn mine(&self, place: u32, grid: u32) -> u32 {
-        // SAFETY: a grid has blocks.
+        // SAFETY: a grid has CTAs.
         unsafe { cuda_std::assume(grid > 0) };
         if place < self.n_tiles { (self.n_tiles - place).div_ceil(grid) } else { 0 }
     }
@@ -158,7 +158,7 @@ pub(crate) struct Slices {
 
 impl Slices {
     /// The slices of the N-tiles from `n_tile` on, a multiple of [`TOGETHER`]. The matrix has `n_tiles` N-tiles of `k`
-    /// input features, and is laid out for `blocks` blocks from chunk `base` on.
+    /// input features, and is laid out for `blocks` CTAs from chunk `base` on.
     ///
     /// # Safety
     /// `blocks` is at least 1, and `n_tile` is below `n_tiles`.
@@ -201,7 +201,7 @@ pub struct StreamMatrix {
     pub stream: Global<bf16>,
     /// The chunk at which the matrix begins.
     pub base: u64,
-    /// Blocks that the matrix is laid out for.
+    /// CTAs that the matrix is laid out for.
     pub blocks: u32,
     /// Its N-tiles.
     pub n_tiles: u32,
@@ -214,9 +214,9 @@ impl StreamMatrix {
     #[device]
     pub(crate) unsafe fn wave(&self, n_tile: u32) -> (Wave, u32) {
         let most = N_TILES * self.blocks;
-        // SAFETY: weights are laid out for some blocks.
+        // SAFETY: weights are laid out for some CTAs.
         unsafe { cuda_std::assume(most > 0) };
-        // All waves but a matrix's last have whole groups: no holes lie before this wave.
+        // All waves but a matrix's last have whole groups: there is no padding before this wave.
         let passed = n_tile / most * most;
         let depth = self.k.div_ceil(CHUNK_FEATURES);
         let base = self.base + u64::from(passed) * u64::from(depth);

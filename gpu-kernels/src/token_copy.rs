@@ -4,7 +4,7 @@
 //! A record is a multiple of 16 bytes. Regions are addresses that the device can reach, so the same kernel gathers from
 //! host memory, scatters to it, and moves records within the device. A warp copies one record at a time, and a lane
 //! issues all of its loads before its first store: loads from host memory take long, and this way a lane's waits do not
-//! add up. The grid is a few blocks that stride over the pairs: [`SMS`] SMs keep up with the bus.
+//! add up. The grid is a few CTAs that stride over the pairs: [`SMS`] SMs keep up with the bus.
 //!
 //! Batches move records of [`PAGE_RECORD_BYTES`]. The crate `bench-kernels` has the same kernel for records of any size
 //! and of [`MLA_RECORD_BYTES`], and the ladder of slower and sorted copies; docs/reference/kernels/token-copy.md has
@@ -27,8 +27,8 @@ pub const UNIT_BYTES: u32 = 16;
 pub const MLA_UNITS: u32 = MLA_RECORD_BYTES / UNIT_BYTES;
 /// Units of a record of [`PAGE_RECORD_BYTES`].
 pub const PAGE_UNITS: u32 = PAGE_RECORD_BYTES / UNIT_BYTES;
-/// Threads of a block of the kernels that load before they store: as many as a block can have, so that few blocks on
-/// few SMs keep enough loads in flight.
+/// Threads of a CTA of the kernels that load before they store: as many as a CTA can have, so that few CTAs on few SMs
+/// keep enough loads in flight.
 pub const THREADS: u32 = 1024;
 /// SMs for a copy over the bus: it is no faster with more.
 pub const SMS: u32 = 16;
@@ -183,7 +183,7 @@ impl<I: Index> Regions<I> {
     }
 }
 
-/// Parameters of the copies that take the pairs in the given order. Grid: any, since blocks stride over the pairs; see
+/// Parameters of the copies that take the pairs in the given order. Grid: any, since CTAs stride over the pairs; see
 /// [`blocks`]. No shared memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -194,7 +194,7 @@ pub struct TokenCopy<I> {
     pub regions: Regions<I>,
 }
 
-/// How many blocks of `threads` give each of `pairs` pairs a warp; `most` if that is fewer, and at least 1.
+/// How many CTAs of `threads` give each of `pairs` pairs a warp; `most` if that is fewer, and at least 1.
 pub const fn blocks(pairs: u64, threads: u32, most: u32) -> u32 {
     let wanted = pairs.div_ceil((threads / 32) as u64);
     let blocks = if wanted < most as u64 { wanted } else { most as u64 };
@@ -232,7 +232,7 @@ pub unsafe fn copy_record<const ROUNDS: usize>(from: Global<u8>, to: GlobalMut<u
 /// `UNITS` is the size of a record in units, or 0 for any.
 ///
 /// # Safety
-/// As the parameter block says; a block has [`THREADS`].
+/// As the parameter block says; a CTA has [`THREADS`].
 #[device]
 pub unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &TokenCopy<I>) {
     // SAFETY: the caller's word.

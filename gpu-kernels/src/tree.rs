@@ -7,7 +7,7 @@
 //! # The same bits as without
 //! A row's position is the root's plus the row's depth; rotary embedding and random numbers go by that. A row's key and
 //! value lie in the cache at its *slot*: the root's position plus the row's number, as in a chain. In attention a row
-//! meets only the keys of its own path, each in the column of its position, so sums have the order that they would have
+//! sees only the keys of its own path, each in the column of its position, so sums have the order that they would have
 //! in a step of one row. So a tree is as exact as a chain, whatever is in it. All slots are in one
 //! [split](crate::attention::SPLIT): whoever plans a tree sees to that.
 //!
@@ -15,7 +15,7 @@
 //! their positions.
 //!
 //! # Safety
-//! Functions that move something are called by all 256 threads of a block, each with its own number as `thread`; their
+//! Functions that move something are called by all 256 threads of a CTA, each with its own number as `thread`; their
 //! other arguments are the same for all. Both positions have room, in pages of the sequence or among hidden states, and
 //! nobody else uses what is at either meanwhile.
 

@@ -2,7 +2,7 @@
 //!
 //! # Safety
 //! What is unsafe here is called by one lane, or by all lanes of a warp where they ask together. What it waits for
-//! comes from other threads, which do not wait for the caller. A barrier was made before the block synchronised. A
+//! comes from other threads, which do not wait for the caller. A barrier was made before the CTA synchronised. A
 //! counter is live, and meanwhile others only count it up, by atomics.
 
 use cuda_std::atomic::{self, Ordering, Scope};
@@ -51,8 +51,8 @@ pub(crate) unsafe fn for_count(counters: GlobalMut<u32>, i: usize, least: u32) {
     unsafe { until(|| atomic::load(counters, i, Ordering::Acquire, Scope::Device) >= least) }
 }
 
-/// As [`for_count`], for a wait that is long, as at a grid barrier. A load that acquires empties the SM's L1, so the
-/// polls are relaxed and only the last load acquires.
+/// As [`for_count`], for long waits such as those at a grid barrier. An acquiring load invalidates the SM's L1, so the
+/// polls are relaxed, and only the last load acquires.
 ///
 /// # Safety
 /// As for [`for_count`].

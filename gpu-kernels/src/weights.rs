@@ -64,12 +64,12 @@ pub(crate) trait WeightFormat: Copy {
     /// its destination.
     const STAGE_BYTES: u32 = CHUNK_BYTES;
 
-    /// How many stages may be in flight for each one that may be of [`Plain`].
+    /// Stages that may be under way in place of one of [`Plain`]: 2 if they have about half of its bytes.
     const UNDER_WAY: u32 = 1;
 
-    /// How many stages of [`Plain`] may be in flight in a step of one row: until the ring has been filled once behind a
-    /// boundary, and after that. If consumers are nearly as slow as memory, the words that blocks exchange arrive
-    /// sooner with fewer.
+    /// How many stages may be under way in a step of one row, to be multiplied by [`UNDER_WAY`](Self::UNDER_WAY): until
+    /// a matrix has filled the ring once, and after that. If consumers are nearly as slow as memory, the words that
+    /// CTAs exchange arrive sooner with fewer.
     const UNDER_WAY_OF_ONE: [u32; 2] = [3, 7];
 
     /// Inputs that take the place of one bf16.
@@ -113,9 +113,9 @@ pub(crate) trait FragmentFormat: WeightFormat {
         [0; 4]
     }
 
-    /// Makes the fragments of a split-K partial's slices of a chunk in this stage, which is full. `beside` is called
-    /// with the numbers from 0 to 7 in turn, each before the fragment with that number is made. There the caller uses
-    /// the fragments of the chunk before, so that this overlaps with the making of the new ones.
+    /// Makes the fragments of a split-K partial's slices of a chunk in this stage, which is full. Meanwhile it calls
+    /// `beside` with the numbers from 0 to 7, in order. There the caller multiplies the fragments of the chunk before,
+    /// so that the MMAs overlap with the making of the new fragments.
     ///
     /// # Safety
     /// `p` is a launch's parameter block. The whole warp calls it, having waited for the stage, which nobody fills or

@@ -90,9 +90,8 @@ pub struct Tuning {
     pub code_rows: u32,
     /// From this many attention tiles of a prompt on, CTAs in pairs are faster.
     pub paired_tiles: u32,
-    /// KV pages are packed if a step has to read at least this many full ones. `usize::MAX`: never, since plain pages
-    /// are read faster than packed ones are unpacked.
-    pub packed_pages: usize,
+    /// When a batch packs KV pages.
+    pub packed_from: PackedFrom,
     /// From this many bytes of bf16 weights for each layer on, a decode step is faster with weights packed without
     /// loss. The output head's bytes are shared out among the layers.
     pub lossless_from: u64,
@@ -100,6 +99,16 @@ pub struct Tuning {
     pub copy_sms: u32,
     /// How GEMMs of many rows are cut.
     pub gemm: GemmTuning,
+}
+
+/// From how many full KV pages on a step's pages are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedFrom {
+    /// All full pages that the step has to read.
+    pub pages: usize,
+    /// Full pages of a sequence in the mean. A short sequence is read sooner plain, where memory is fast: unpacking its
+    /// few pages takes longer than reading them.
+    pub mean: usize,
 }
 
 /// How a GEMM's [cut](crate::gemm::Cut) is chosen, and how it is launched.
@@ -134,7 +143,7 @@ impl Tuning {
         gemm_rows: 385,
         code_rows: 128,
         paired_tiles: 32,
-        packed_pages: 512,
+        packed_from: PackedFrom { pages: 512, mean: 0 },
         lossless_from: 64 << 20,
         copy_sms: gpu_kernels::token_copy::SMS,
         gemm: GemmTuning {
@@ -148,7 +157,7 @@ impl Tuning {
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
-    pub const H200: Self = Self { name: "H200", packed_pages: usize::MAX, ..Self::H100 };
+    pub const H200: Self = Self { name: "H200", packed_from: PackedFrom { pages: 512, mean: 48 }, ..Self::H100 };
 
     /// Every other card. None was measured, so the numbers are cautious.
     pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };

@@ -22,11 +22,11 @@ use cuda_std::shared;
 use cuda_std::{Global, GlobalMut, device, kernel, mma, thread, warp};
 use gpu_kernels::unroll;
 
-/// Threads of a block of [`ceiling_read`] and [`ceiling_copy`].
+/// Threads of a CTA of [`ceiling_read`] and [`ceiling_copy`].
 pub const THREADS: u32 = 1024;
 /// Bytes of a load.
 pub const UNIT_BYTES: usize = 16;
-/// Threads of a block of [`ceiling_read_bulk`]: a warp that starts copies, and the threads that read what has arrived.
+/// Threads of a CTA of [`ceiling_read_bulk`]: a warp that starts copies, and the threads that read what has arrived.
 pub const BULK_THREADS: u32 = 32 + READERS;
 const READERS: u32 = 256;
 /// Bytes of a stage of the ring, and of the copies that fill it, one by each lane: a single large copy is slower.
@@ -35,12 +35,12 @@ const PIECE_BYTES: u32 = 2048;
 /// Stages of the ring, and the most that are being filled at a time: with more, memory is slower.
 const STAGES: u32 = 12;
 const UNDER_WAY: u32 = 5;
-/// Dynamic shared memory of a block of [`ceiling_read_bulk`]: the stages, then two barriers for each.
+/// Dynamic shared memory of a CTA of [`ceiling_read_bulk`]: the stages, then two barriers for each.
 pub const BULK_SHARED_BYTES: u32 = STAGES * (STAGE_BYTES + 16);
-/// Threads of a block of [`ceiling_mma`].
+/// Threads of a CTA of [`ceiling_mma`].
 pub const MMA_THREADS: u32 = 256;
 
-/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one block an SM fills the card. Shared memory:
+/// Parameters of [`ceiling_read`] and [`ceiling_read_bulk`]. Grid: any; one CTA an SM fills the card. Shared memory:
 /// none, and [`BULK_SHARED_BYTES`], respectively.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -66,7 +66,7 @@ pub struct CopyAll {
     pub units: u64,
 }
 
-/// Parameters of [`ceiling_mma`]. Grid: any; four blocks an SM fill the card. No shared memory.
+/// Parameters of [`ceiling_mma`]. Grid: any; four CTAs an SM fill the card. No shared memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct Multiply {
@@ -79,7 +79,7 @@ pub struct Multiply {
 }
 
 impl Multiply {
-    /// Multiplications and additions of a launch of `blocks` blocks: 2 × 16 × 8 × 16 an MMA, and eight MMAs a round and
+    /// Multiplications and additions of a launch of `blocks` CTAs: 2 × 16 × 8 × 16 an MMA, and eight MMAs a round and
     /// warp.
     pub const fn operations(blocks: u32, rounds: u32) -> u64 {
         blocks as u64 * (MMA_THREADS as u64 / 32) * rounds as u64 * 8 * (2 * 16 * 8 * 16)
@@ -117,14 +117,14 @@ pub unsafe fn ceiling_read(p: ReadAll) {
         sum ^= data[0] ^ data[1] ^ data[2] ^ data[3];
         i += step;
     }
-    // SAFETY: the launcher's word; all warps of the block come here.
+    // SAFETY: the launcher's word; all warps of the CTA come here.
     unsafe { store_sum(&p, THREADS / 32, sum) };
 }
 
-/// Stores the exclusive or of what a warp has read. The warp is one of the first `many` of its block.
+/// Stores the exclusive or of what a warp has read. The warp is one of the first `many` of its CTA.
 ///
 /// # Safety
-/// All lanes of such a warp call it, once. There is a sum for each such warp of each block.
+/// All lanes of such a warp call it, once. There is a sum for each such warp of each CTA.
 #[device]
 unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
     let mut distance = 16;
@@ -141,7 +141,7 @@ unsafe fn store_sum(p: &ReadAll, many: u32, mut sum: u32) {
 /// The full barrier and the empty barrier of a stage.
 ///
 /// # Safety
-/// There is such a stage, and the block has [`BULK_SHARED_BYTES`].
+/// There is such a stage, and the CTA has [`BULK_SHARED_BYTES`].
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
 #[device]
 unsafe fn barriers(stage: u32) -> [Barrier; 2] {
@@ -169,7 +169,7 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
     }
     thread::sync_threads();
     const UNITS: u32 = STAGE_BYTES / UNIT_BYTES as u32;
-    // A block's stages are contiguous.
+    // A CTA's stages are contiguous.
     let stages = p.units.div_ceil(u64::from(UNITS)).div_ceil(u64::from(thread::grid_dim_x()));
     let own = stages * u64::from(UNITS);
     let mut first = u64::from(thread::block_idx_x()) * own;
@@ -181,9 +181,9 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
         let ([full, free], place) = unsafe { (barriers(stage), shared::dynamic::<u8>(stage * STAGE_BYTES)) };
         if thread >= READERS {
             let lane = thread - READERS;
-            // SAFETY: the launcher's word. The barriers were made before the block synchronised. They are at most a
-            // phase ahead: this warp alone fills stages, each when all that read it have freed it. The barrier
-            // expects as many bytes as the lanes copy, all of them before `end`.
+            // SAFETY: the launcher's word. The barriers were made before the CTA synchronised. They are at most a phase
+            // ahead: this warp alone fills stages, each when all that read it have freed it. The barrier expects as
+            // many bytes as the lanes copy, all of them before `end`.
             unsafe {
                 if filled >= UNDER_WAY {
                     let back = stage >= UNDER_WAY;
@@ -204,9 +204,9 @@ pub unsafe fn ceiling_read_bulk(p: ReadAll) {
                 }
             }
         } else {
-            // SAFETY: the barriers were made before the block synchronised. The stage has `units` units once it is
-            // full, and is not filled again before all warps that read it have freed it: each once, when its lanes
-            // have what they read.
+            // SAFETY: the barriers were made before the CTA synchronised. The stage has `units` units once it is full,
+            // and is not filled again before all warps that read it have freed it: each once, when its lanes have what
+            // they read.
             unsafe {
                 full.wait(parity);
                 unroll!(I < 4; {

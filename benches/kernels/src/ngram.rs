@@ -10,7 +10,7 @@ use gpu_kernels::ngram::{NgramMatch, NgramMatchMixed, THREADS, draft, together};
 
 pub mod peers;
 
-// `min_blocks = 1` tells the assembler that a second block on the SM is not worth a spill.
+// `min_blocks = 1` tells the assembler that a second CTA on the SM is not worth a spill.
 macro_rules! kernels {
     ($($token:ty: $plain:ident, $plain_together:ident $mixed_together:ident;)*) => { $(
         #[doc = concat!("Proposes drafts for a batch, with `", stringify!($token), "` token ids.")]

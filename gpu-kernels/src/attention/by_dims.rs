@@ -1,15 +1,15 @@
-//! Attention of tiles of many pairs against a split of the keys. Each warp weighs its own keys, and then adds the
-//! values of all keys in its own dimensions.
+//! Attention of tiles of many pairs against a split of the keys. Each warp computes the softmax weights of its own
+//! keys, and then adds the values of all keys in its own dimensions.
 //!
 //! So the warps exchange weights, an eighth of the bytes of their sums. Up to two tiles are taken at a time: each key
 //! and value is read from shared memory once for both, and one tile's products fill the other's latencies. The sums are
 //! those of [`reduce`](super::reduce), term by term.
 //!
 //! # Safety
-//! The 8 warps of a block, numbers 0 to 7, call these functions, whole and for the same tiles of the same launch; `p`
-//! is its parameter block, as that says it is. A place of weights is [`TileWeights::BYTES`] of dynamic shared memory at
-//! a multiple of 16. All 8 warps leave their weights and synchronise before one reads any, and all are done with
-//! reading when a place is written again.
+//! The 8 warps of a CTA, numbers 0 to 7, call these functions, whole and for the same tiles of the same launch; `p` is
+//! its parameter block, as that says it is. A place of weights is [`TileWeights::BYTES`] of dynamic shared memory at a
+//! multiple of 16. All 8 warps leave their weights and synchronise before one reads any, and all are done with reading
+//! when a place is written again.
 
 use core::ops::Range;
 

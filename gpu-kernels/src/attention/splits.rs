@@ -1,9 +1,9 @@
-//! Adds the splits of a context: by a block, or by one warp in the same order.
+//! Adds the splits of a context: by a CTA, or by one warp in the same order.
 //!
 //! # Safety
-//! `p` is a launch's parameter block, as that says it is. The 8 warps from the block's first on call [`combine_head`]
+//! `p` is a launch's parameter block, as that says it is. The 8 warps from the CTA's first on call [`combine_head`]
 //! whole and together, for the same head of the same row, since they synchronise at barrier 1, which nobody else uses
-//! meanwhile. The row has as many splits as its position says, all of them were kept in `p`'s memory, and the block has
+//! meanwhile. The row has as many splits as its position says, all of them were kept in `p`'s memory, and the CTA has
 //! waited for that. From byte `scratch` of dynamic shared memory on, a multiple of 16, there are
 //! [`Attend::COMBINE_SHARED_BYTES`] that nobody else touches until the function returns.
 
@@ -45,7 +45,7 @@ fn top_score(splits: u32, lane: u32, scale: impl Fn(u32) -> [f32; 2]) -> f32 {
     top
 }
 
-/// [`combine`] for one head of the row at `position`, by the 8 warps from the block's first on. Shared memory from
+/// [`combine`] for one head of the row at `position`, by the 8 warps from the CTA's first on. Shared memory from
 /// `scratch` on is free again when it returns. `put(pair, d, x)` takes the result of dimension `d` of a pair, numbered
 /// among all rows' heads; neighbouring lanes put neighbouring dimensions.
 #[device]
@@ -117,7 +117,7 @@ pub(crate) unsafe fn combine_head(
     }
 }
 
-/// [`combine`] for a row and head, by one warp: it does what the 8 warps would have done, and adds in the same order.
+/// [`combine`] for a row and head by one warp, which does the work of the 8 warps and adds in the same order.
 /// `words(s)` gives four dimensions of a split's sums, from `4 · lane` on, and `scale(s)` its maximum and normaliser.
 /// `put(d, word)` takes the result of dimensions `d` and `d + 1`.
 #[device]
@@ -146,7 +146,7 @@ pub(crate) fn combine_by_warp(
     // The first eight splits are asked for before anything is waited for. Contexts up to 2,048 have no more.
     let (mut loaded, mut own) = load(0);
     let top = top_score(splits, lane, &scale);
-    // What each of the 8 warps would have found, and their normalisers, one a lane.
+    // The sums that each of the 8 warps would have, and their normalisers, one a lane.
     let (mut parts, mut norms) = ([[0f32; 4]; WARPS as usize], 0f32);
     let mut first = 0;
     loop {

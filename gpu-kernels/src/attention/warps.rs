@@ -1,4 +1,4 @@
-//! Adds what a block's warps found in one split, by way of shared memory.
+//! Adds what a CTA's warps found in one split, by way of shared memory.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, as that says it is, and the tile is of its rows, of at least one pair. The 8
@@ -19,14 +19,14 @@ pub(crate) const QUARTER: u32 = PAIRS / 4;
 /// Words from one pair's sums to the next: eight more than they take, so that a warp's stores have no bank conflicts.
 pub(super) const PAIR_STRIDE: u32 = HEAD_DIM + 8;
 
-/// The 8 warps that work on a tile synchronise; a block may have other warps with other work, and barriers of theirs.
+/// The 8 warps that work on a tile synchronise; a CTA may have other warps with other work, and barriers of theirs.
 #[device]
 pub(super) fn sync(barrier: u32) {
     thread::sync_named(barrier, WARPS * 32);
 }
 
-/// Adds what the block's warps found, first to last. For rows that end in the first split this is the result, which
-/// `put` takes; for others it is the split's part, which `keep` takes. `position(row)` is a row's position.
+/// Adds what the CTA's warps found, first to last. For rows that end in the first split this is the result, which `put`
+/// takes; for others it is the split's part, which `keep` takes. `position(row)` is a row's position.
 ///
 /// `put(pair, d, word)` takes the results of dimensions `d` and `d + 1` of a pair, numbered among all rows' heads, as
 /// bf16. `keep(pair, place, d, sum, scale)` takes a split's sums in these dimensions, with its maximum and normaliser,
@@ -160,8 +160,8 @@ impl Few {
         Self { lane, warp_id, scratch }
     }
 
-    /// Whether the lane has something of a pair. It is found anew each time: if the compiler knew it on both sides of a
-    /// barrier, it might write the barrier twice.
+    /// Whether the lane has results of a pair. It is computed anew each time: if the compiler knew the answer on both
+    /// sides of a barrier, it might write the barrier twice.
     #[device]
     fn holds(&self) -> bool {
         thread::opaque(self.lane) / 4 < QUARTER

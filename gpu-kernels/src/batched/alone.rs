@@ -39,7 +39,7 @@ pub const WARPS: u32 = 8;
 pub const PAIRS: u32 = 8;
 /// Most pieces of an item.
 const PIECES: usize = (SPLIT / WARP_KEYS) as usize;
-/// Up to so many splits, [`combine_by_warp`] adds simply one after another.
+/// As long as there are no more splits than this, [`combine_by_warp`] adds them one after another.
 const OWN_SPLITS: u32 = 8;
 const PIECE_BYTES: u32 = WARP_KEYS * HEAD_DIM * 2;
 const STAGES: u32 = 3;
@@ -57,7 +57,7 @@ const BARRIERS: u32 = ITEMS + SLOTS * SLOT_BYTES;
 const WARP_BYTES: u32 = (BARRIERS + 2 * STAGES * 8).next_multiple_of(128);
 /// Dynamic shared memory of a CTA.
 pub const SHARED_BYTES: u32 = WARPS * WARP_BYTES;
-// A block of an H100 has at most this much.
+// A CTA of an H100 has at most this much.
 const _: () = assert!(SHARED_BYTES <= 232_448);
 
 /// Attention of one phase, [`PhaseKind::Attend`](super::PhaseKind::Attend), for tiles of one row and at most
@@ -153,8 +153,8 @@ struct Piece {
     /// The block of its page.
     block: u32,
     form: Form,
-    /// Number within the piece of the row's last key, or 32 if that lies behind the piece. It stands for the keys
-    /// beyond it, which were not copied and have weight 0.
+    /// The index in the piece of the row's last key; 32 if that key lies after the piece. The last key stands in for
+    /// those after it, which were not copied and have weight 0.
     last: u32,
     /// Whether that is the row's own key, which was not in the cache when the piece was copied.
     has_newest: bool,
@@ -212,7 +212,7 @@ impl Warp<'_> {
     /// The slot of the warp's item number `item`.
     ///
     /// # Safety
-    /// The block has shared memory for the warp. The item is [looked up](Self::look_up) before the slot is read.
+    /// The CTA has shared memory for the warp. The item is [looked up](Self::look_up) before the slot is read.
     #[device]
     unsafe fn slot(&self, item: u32) -> Shared<u32> {
         // SAFETY: the caller's word.

@@ -1,9 +1,9 @@
 //! Attention of the rows of many sequences: the bits of [`attention`](crate::attention), with keys and values streamed
 //! through shared memory.
 //!
-//! An *item* is the work of one block of [`attend`](crate::attention::attend): a tile of rows of one sequence, a
-//! key-value head, a split of 256 keys. A block takes its [items](super::tile_scheduler) in turn, and releases a page
-//! as soon as the page's two warps have used it. The ends of contexts make small items, which cost the warps more time
+//! An *item* is the work of one CTA of [`attend`](crate::attention::attend): a tile of rows of one sequence, a
+//! key-value head, a split of 256 keys. A CTA takes its [items](super::tile_scheduler) in turn, and releases a page as
+//! soon as the page's two warps have used it. The ends of contexts make small items, which cost the warps more time
 //! than memory. Large items lie between them.
 //!
 //! # Queries, keys and values of a step
@@ -13,16 +13,16 @@
 //! written to the cache when attention is over.
 //!
 //! # Combining
-//! Where one block has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and
-//! combines them at once. Sums that have no room there, or that come from several blocks, go to memory. Each block
-//! counts the splits that it has put there, and the block that finds all of them counted combines them. Nobody waits.
+//! Where one CTA has all splits of a tile and head, it keeps their sums in shared memory, behind the queries, and
+//! combines them at once. Sums that have no room there, or that come from several CTAs, go to memory. Each CTA counts
+//! the splits that it has put there, and the CTA that finds all of them counted combines them. Nobody waits.
 //!
 //! # Safety
 //! `p` is a launch's parameter block, and `phase` one of attention. All lanes of the warps that are named call what is
 //! unsafe here: the one that loads pages, the one that describes items, or the eight consumers, which synchronise. All
 //! three have the same items in the same order. A producer waits for a stage before it fills it. Consumers wait for a
 //! stage before they read it, and release it once; a page's two warps release it for all. An item's rows are the
-//! step's, its pages are in the tables, and nobody writes these pages before all blocks are done with the phase.
+//! step's, its pages are in the tables, and nobody writes these pages before all CTAs are done with the phase.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::shared::{self, Shared};
@@ -74,7 +74,7 @@ const _: () = assert!(parts::<64>() == 35 && parts::<96>() == 90 && parts::<128>
 pub struct Item {
     pub kv_head: u32,
     pub split: u32,
-    /// The first split of the tile and head that this block has.
+    /// The first split of the tile and head that this CTA has.
     pub first_split: u32,
     pub first_row: u32,
     /// Number of rows; 0 marks the end of the items.
@@ -83,11 +83,11 @@ pub struct Item {
     pub rows_before: u32,
     /// The position of the tile's last row.
     pub last: u32,
-    /// Whether its sums stay in shared memory. Then the block has all splits of the tile and head.
+    /// Whether its sums stay in shared memory. Then the CTA has all splits of the tile and head.
     pub on_chip: bool,
-    /// Whether the block has all splits of the tile and head.
+    /// Whether the CTA has all splits of the tile and head.
     pub is_whole: bool,
-    /// Whether this is the block's last split of a tile and head that has several splits.
+    /// Whether this is the CTA's last split of a tile and head that has several splits.
     pub is_last: bool,
     /// Whether this step adds to the item's keys.
     pub is_fresh: bool,
@@ -241,7 +241,7 @@ pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_h
 /// weights of the queries' norm; `forms` are those of the item's pages.
 ///
 /// # Safety
-/// All lanes of the warp that describes items call it, when all blocks have shown the projection's results. `ring` is
+/// All lanes of the warp that describes items call it, when all CTAs have shown the projection's results. `ring` is
 /// that of items, at the next stage, and from `forms` on are four words.
 #[device]
 pub unsafe fn make_queries(p: &BatchedStep, phase: u32, weight: Weight, ring: &Ring, item: &Item, forms: Shared<u32>) {
@@ -317,8 +317,8 @@ unsafe fn release(stage: &Ring, lane: u32) {
     unsafe { stage.release(lane < WARPS / 2) };
 }
 
-/// What a warp's attention finds in a packed page whose keys are there. The warp loads either half to registers at once
-/// and releases its stage: how long a stage is occupied matters more than the work on it.
+/// A warp's attention against its keys of a packed page. The warp loads all its keys, and later all its values, into
+/// registers and releases their stage: how long a stage is occupied matters more than the work on it.
 ///
 /// # Safety
 /// All lanes of a warp call it that has keys in the page. The page is packed, with this `form`; the keys' stage was
@@ -346,8 +346,8 @@ unsafe fn find_in_packed(
     }
 }
 
-/// As [`find_in_packed`], in a page as it was written, perhaps in this step. A single function for both kinds of pages
-/// would be slower: the compiler keeps branches apart.
+/// As [`find_in_packed`], for a page that is not packed; this step may add to it. A single function for both kinds of
+/// pages would be slower.
 ///
 /// # Safety
 /// As for [`find_in_packed`], of a page that is not packed. `newest` is of the same item and keys.
@@ -368,7 +368,7 @@ unsafe fn find_in_plain(
         let (lane, first_key) = (tile.lane, tile.first_key());
         let token = first_key % PAGE_TOKENS;
         let (first, has_keys) = (token * QUERY, first_key <= item.last);
-        // Tokens beyond the last were not loaded. The last token stands for them, with weight 0.
+        // Tokens after the last were not loaded. The last token stands in for them, with weight 0.
         let last = item.last - first_key.min(item.last);
         let bring_rest = |kind: u32, stage: Ring| {
             if let Some(block) = form.beyond()
@@ -411,8 +411,8 @@ unsafe fn find_in_plain(
 /// The consumers' role in a phase: they take one item after another.
 ///
 /// # Safety
-/// All consumers of every block call it, for the same phase, when all blocks have done those before. `rings` are where
-/// the phase's first page and item come.
+/// All consumers of every CTA call it, for the same phase, when all CTAs have done those before. `rings` are where the
+/// phase's first page and item come.
 #[device]
 pub unsafe fn attend<const ROWS: u32>(p: &BatchedStep, phase: Global<Phase>, rings: &mut Rings) {
     // SAFETY: the caller's word.
@@ -500,12 +500,12 @@ unsafe fn part<const ROWS: u32>(tile: &Tile, pair: u32, split: u32) -> Shared<f3
     unsafe { shared::dynamic(ring.start + stage * ring.bytes + PART + within * PART_BYTES) }
 }
 
-/// Combines splits, after the last one that this block has of a tile and head: for those pairs of which all splits are
-/// there now, a warp for each pair. All warps of the block have written their sums.
+/// Combines splits, after the last one that this CTA has of a tile and head: for those pairs of which all splits are
+/// there now, a warp for each pair. All warps of the CTA have written their sums.
 ///
 /// # Safety
-/// All consumers call it, for an item that is the last of a run that the block has; all have synchronised since sums
-/// were kept, and synchronise again before others are kept there.
+/// All consumers call it, for an item that is the last of a run that the CTA has; all have synchronised since sums were
+/// kept, and synchronise again before others are kept there.
 #[device]
 unsafe fn finish<const ROWS: u32>(
     p: &BatchedStep,
@@ -538,11 +538,11 @@ unsafe fn finish<const ROWS: u32>(
     }
 }
 
-/// A warp counts those of a pair's `splits` that this block has put into memory. Returns whether all are there now.
+/// A warp counts those of a pair's `splits` that this CTA has put into memory. Returns whether all are there now.
 ///
 /// # Safety
-/// All lanes of a warp call it, once for a pair and what its block, or of [`attend_batch`](super::attend_batch) the
-/// warp, has of it. All of that is in memory, for this warp to see. `counter` is zero when the phase begins.
+/// All lanes of a warp call it, once for a pair and what its CTA, or of [`attend_batch`](super::attend_batch) the warp,
+/// has of it. All of that is in memory, for this warp to see. `counter` is zero when the phase begins.
 #[device]
 pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bool {
     // A later row of the tile may have more splits.
@@ -554,7 +554,7 @@ pub unsafe fn are_there(counter: GlobalMut<u32>, item: &Item, splits: u32) -> bo
             unsafe {
                 count += atomic::fetch_add(counter, 0, own, Ordering::AcqRel, Scope::Device);
                 if count == splits {
-                    // Zero for the next layer, which begins when all blocks have synchronised.
+                    // Zero for the next layer, which begins when all CTAs have synchronised.
                     counter.store(0, 0);
                 }
             }

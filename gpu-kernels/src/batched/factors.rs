@@ -1,14 +1,14 @@
-//! The norm factors of the rows. One warp of the grid computes each row's factor. It goes to every block as a word of 8
+//! The norm factors of the rows. One warp of the grid computes each row's factor. It goes to every CTA as a word of 8
 //! bytes: the factor, and a sequence flag that no word at its place had before in this step. As in the [decode
 //! kernel](crate::decode)'s exchange, a warp that needs a word reads it until it has the sequence flag.
 //!
-//! No word is overwritten too early: the consumers of every block have a GEMM's factors before they end its phase, and
+//! No word is overwritten too early: the consumers of every CTA have a GEMM's factors before they end its phase, and
 //! the next factors are computed behind the grid barrier.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. All lanes of the block's two helping warps call what is unsafe here, for each
-//! GEMM that wants factors, and those of every other block do. The consumers read factors when they have waited for
-//! both warps, and are done with them before the block ends the phase.
+//! `p` is a launch's parameter block. All lanes of the CTA's two helping warps call what is unsafe here, for each GEMM
+//! that wants factors, and those of every other CTA do. The consumers read factors when they have waited for both
+//! warps, and are done with them before the CTA ends the phase.
 
 use cuda_std::{device, shared, thread, warp};
 
@@ -16,12 +16,12 @@ use super::phases::{GemmPhase, Unit};
 use super::{BatchedStep, MAX_BATCHED_ROWS, Memory};
 use crate::exchange::Words;
 
-/// Helping warps of a block, which share this work.
+/// Helping warps of a CTA, which share this work.
 pub const WARPS: u32 = 2;
 /// Words that a lane reads.
 const WORDS: usize = (MAX_BATCHED_ROWS / (WARPS * 32)) as usize;
 
-/// The tiles of rows that the block's units have, as a bit mask.
+/// The tiles of rows that the CTA's units have, as a bit mask.
 ///
 /// # Safety
 /// `gemm` is one of the launch's, with at most 32 tiles of rows.
@@ -35,13 +35,12 @@ pub unsafe fn wanted_rows<const ROWS: u32>(gemm: &GemmPhase) -> u32 {
     wanted
 }
 
-/// Computes the factors of this warp's rows. Then fetches its half of the factors that the block wants into shared
-/// memory. All blocks have done the phases before `phase`.
+/// Computes the factors of this warp's rows. Then fetches its half of the factors that the CTA wants into shared
+/// memory. All CTAs have done the phases before `phase`.
 ///
 /// # Safety
-/// All lanes of both warps call it; `which` is 0 for one and 1 for the other. All blocks have done the phases before,
-/// and the warp has waited for that; so the rows' squares are there, and nobody reads the factors before these any
-/// more.
+/// All lanes of both warps call it; `which` is 0 for one and 1 for the other. All CTAs have done the phases before, and
+/// the warp has waited for that; so the rows' squares are there, and nobody reads the factors before these any more.
 #[device]
 pub unsafe fn share<const ROWS: u32>(p: &BatchedStep, phase: u32, wanted: u32, which: u32) {
     // SAFETY: the caller's word.

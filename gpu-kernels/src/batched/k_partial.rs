@@ -4,7 +4,7 @@
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
 //! order: a warpgroup issues MMAs together, and both warpgroups take the same stages. The rings are where the phase's
-//! next stages begin, which the producers fill in the order of the block's units. All lanes have declared the
+//! next stages begin, which the producers fill in the order of the CTA's units. All lanes have declared the
 //! accumulators. Between what begins MMAs and what waits for them, nobody else uses the accumulators or the registers
 //! of fragments that the MMAs read. Whoever begins MMAs has waited for their stages, and releases these when the MMAs
 //! are done.

@@ -2,9 +2,8 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
-//! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
 //! order: a warpgroup issues MMAs together, and both warpgroups take the same stages. The rings are where the phase's
-//! next stages begin, which the producers fill in the order of the block's units. All lanes have declared the
+//! next stages begin, which the producers fill in the order of the CTA's units. All lanes have declared the
 //! accumulators. Between what begins MMAs and what waits for them, nobody else uses the accumulators or the registers
 //! of fragments that the MMAs read. Whoever begins MMAs has waited for their stages, and releases these when the MMAs
 //! are done.
@@ -24,9 +23,8 @@ use crate::weights::BatchedFormat;
 /// A GEMM with its epilogue. `arrivals` counts the parts of each half of a split tile.
 ///
 /// # Safety
-/// All consumers of every block call it, for the same phase, a GEMM of this `kind`, when all blocks have done the
-/// phases before. `arrivals` are zero, and nobody zeroes them before all have done this one; `odd` counts what came
-/// before.
+/// All consumers of every CTA call it, for the same phase, a GEMM of this `kind`, when all CTAs have done the phases
+/// before. `arrivals` are zero, and nobody zeroes them before all have done this one; `odd` counts what came before.
 #[device]
 pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     p: &BatchedStep,
@@ -40,7 +38,7 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     unsafe {
         let gemm = GemmPhase::new(phase);
         let parity = odd.of(Odd::NORMED);
-        // Called before the block's first epilogue, and even if the block has none: no warp may be a phase behind this
+        // Called before the CTA's first epilogue, and even if the CTA has none: no warp may be a phase behind this
         // barrier.
         let ready = || {
             if PhaseKind::is_normed(kind) {
@@ -217,7 +215,7 @@ impl Partial {
     unsafe fn wait(&self) {
         // SAFETY: the caller's word.
         unsafe {
-            // Another warp polls than the one whose arrival waits for stores.
+            // A warp polls that is not the one whose arrival has to wait for its stores.
             if thread::opaque(thread::thread_idx_x()) % GROUP == 32 {
                 waiting::for_count(self.arrivals, self.half as usize, K_SPLITS);
             }

@@ -2,8 +2,8 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, each with its own number
-//! as `lane`, for an item that the block has, and keys from `first_key` on that are the warp's. The projection's
-//! results were waited for. Nobody else writes the warp's rows of the page, and the warp alone reads them.
+//! as `lane`, for an item that the CTA has, and keys from `first_key` on that are the warp's. The projection's results
+//! were waited for. Nobody else writes the warp's rows of the page, and the warp alone reads them.
 
 use cuda_std::shared::Shared;
 use cuda_std::{bf16, device, warp};

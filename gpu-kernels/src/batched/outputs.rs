@@ -1,7 +1,7 @@
 //! The epilogues of the batched kernel's GEMMs.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, for a unit that the block
+//! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, for a unit that the CTA
 //! has; the lanes exchange what they have. Each output is one lane's in the whole grid. The rows that a unit finishes
 //! are `groups` groups of eight, from group `first` on; a group `j` is counted from that one, and below `groups`. What
 //! outputs are added to, and rows' factors, were waited for.
@@ -307,8 +307,8 @@ struct Best {
     feature: u32,
 }
 
-/// A word of [`Memory::BEST`] is a key with the number of the tile of rows in place of its lowest bits, since a block
-/// may come to rows of another tile. So of two words of the same tile, the greater has the greater key.
+/// A word of [`Memory::BEST`] is a key with the number of the tile of rows in place of its lowest bits, since a CTA may
+/// come to rows of another tile. So of two words of the same tile, the greater has the greater key.
 const TAGS: u32 = 4;
 const _: () = assert!(MAX_BATCHED_ROWS <= TAGS * 128);
 
@@ -329,8 +329,8 @@ impl Best {
         }
     }
 
-    /// Compares the lane's sums of a quarter of a tile's rows, from group `j` on. Few are better than what the block
-    /// knows already, so the lane first reads all that is known of the quarter.
+    /// Compares the lane's sums of a quarter of a tile's rows, from group `j` on, with the best so far. Few are better
+    /// than what the CTA knows already, so the lane first reads what is known of all these rows.
     ///
     /// # Safety
     /// As for [`Outputs::olds`]; rows' factors were waited for, and `outputs` are those that this was made of.
@@ -363,7 +363,7 @@ impl Best {
                 let row = 8 * (j + (I / 2) as u32) + (I % 2) as u32;
                 if is_better[I] {
                     atomic::fetch_max(here, row as usize, words[I], Ordering::Relaxed, Scope::Block);
-                    // All blocks' atomics on a row are serialised, so one lane of a warp should go on: the others find
+                    // All CTAs' atomics on a row are serialised, so one lane of a warp should go on: the others find
                     // its word here.
                     if !is_behind(words[I], known(row)) {
                         let rank = |f: usize| {

@@ -1,13 +1,12 @@
-//! The exchange between the two blocks of a cluster that have the two parts of a tile. Each sends the other its sums of
-//! the rows that the other finishes. A warp sends straight into shared memory, to the other block's warp with the same
-//! features. The sums come where activations were. The other block says when it needs these no more; the next
-//! activations are loaded when all blocks are done with the phase. The two blocks' producers also [keep
-//! step](keep_step).
+//! The exchange between the two CTAs of a cluster that have the two parts of a tile. Each sends the other its sums of
+//! the rows that the other finishes. A warp sends straight into shared memory, to the other CTA's warp with the same
+//! features. The sums come where activations were. The other CTA says when it needs these no more; the next activations
+//! are loaded when all CTAs are done with the phase. The two CTAs' producers also [keep step](keep_step).
 //!
 //! # Safety
-//! Both blocks of the cluster call what is unsafe here, equally often and in the same order, in kernels of the same
+//! Both CTAs of the cluster call what is unsafe here, equally often and in the same order, in kernels of the same
 //! `ROWS`; neither ends before the other is done. They have synchronised behind [`init`]. The eight consumer warps
-//! exchange, all of their lanes; one other lane of each block [keeps step](keep_step).
+//! exchange, all of their lanes; one other lane of each CTA [keeps step](keep_step).
 
 use cuda_std::bulk::{self, Barrier};
 use cuda_std::cluster::{self, PeerBarrier, PeerShared};
@@ -17,14 +16,14 @@ use cuda_std::{device, thread, wgmma};
 use super::{Memory, WARPS};
 use crate::waiting;
 
-/// One barrier for the other block to say that its activations may be overwritten, one for the sums of each warp, and
-/// one for the lanes that [keep step](keep_step).
+/// One barrier for the other CTA to say that its activations may be overwritten, one for the sums of each warp, and one
+/// for the lanes that [keep step](keep_step).
 pub const BARRIERS: u32 = 2 + WARPS;
 const STEP: u32 = 1 + WARPS;
 /// Bytes of the sums of eight rows, from all lanes of a warp.
 const GROUP_BYTES: u32 = 32 * 16;
 
-/// A barrier of this block.
+/// A barrier of this CTA.
 ///
 /// # Safety
 /// `number` is below [`BARRIERS`], of a kernel of `ROWS` rows a tile.
@@ -34,7 +33,7 @@ unsafe fn barrier<const ROWS: u32>(number: u32) -> Barrier {
     unsafe { Barrier::at(shared::dynamic(Memory::<ROWS>::PEER + number * 8)) }
 }
 
-/// The other block's rank.
+/// The other CTA's rank.
 #[device]
 fn other() -> u32 {
     cluster::rank() ^ 1
@@ -43,7 +42,7 @@ fn other() -> u32 {
 /// Makes the barriers.
 ///
 /// # Safety
-/// One lane of the block calls it, before the cluster synchronises, and [fences](bulk::fence_init) the barriers.
+/// One lane of the CTA calls it, before the cluster synchronises, and [fences](bulk::fence_init) the barriers.
 #[device]
 pub unsafe fn init<const ROWS: u32>() {
     // SAFETY: the caller's word.
@@ -59,11 +58,11 @@ pub unsafe fn init<const ROWS: u32>() {
     }
 }
 
-/// One lane of each block waits for the other's. Called now and then where both blocks read the same weights, so that
-/// these are read from memory once. `parity` is 1 after an odd number of calls.
+/// One lane of each CTA waits for the other CTA's. Called now and then where both CTAs read the same weights, so that
+/// L2 reads these from memory once. `parity` is 1 after an odd number of calls.
 ///
 /// # Safety
-/// One lane of each block calls it, always the same, as often as the other's.
+/// One lane of each CTA calls it, always the same, as often as the other's.
 #[device]
 pub unsafe fn keep_step<const ROWS: u32>(parity: u32) {
     // SAFETY: the caller's word.
@@ -106,12 +105,12 @@ impl<const ROWS: u32> Peer<ROWS> {
         (k_partial * Self::GROUPS + group) * WARPS * GROUP_BYTES
     }
 
-    /// Says that this warp has multiplied all activations of its unit, and waits until all warps of the other block
-    /// have: then they can be sent to. `k_partials` split-K partials will come.
+    /// Says that this warp has multiplied all activations of its unit, and waits until all warps of the other CTA have:
+    /// then they can be sent to. `k_partials` split-K partials will come.
     ///
     /// # Safety
     /// All consumer warps call it, once for each exchange. They have waited for all products of the unit, no
-    /// activations are under way, and the other block sends `k_partials` to each warp.
+    /// activations are under way, and the other CTA sends `k_partials` to each warp.
     #[device]
     pub unsafe fn open(&self, k_partials: u32) {
         // SAFETY: the caller's word.
@@ -129,11 +128,11 @@ impl<const ROWS: u32> Peer<ROWS> {
     /// accumulators; the second part has one split-K partial in the lower and one in the upper ones.
     ///
     /// # Safety
-    /// All consumer warps call it, behind [`open`](Self::open). `part` is 0 in the one block and 1 in the other, and
-    /// the accumulators are as said.
+    /// All consumer warps call it, behind [`open`](Self::open). `part` is 0 in the one CTA and 1 in the other, and the
+    /// accumulators are as said.
     #[device]
     pub unsafe fn exchange<const TILES: usize>(&self, part: u32) {
-        // This block's receiving memory and barrier, and the other block's.
+        // This CTA's receiving memory and barrier, and the other CTA's.
         // SAFETY: the caller's word.
         let (from, own) = unsafe { (self.first(), barrier::<ROWS>(1 + self.warp)) };
         let (to, arrived) = (PeerShared::new(from, other()), PeerBarrier::new(own, other()));

@@ -119,18 +119,18 @@ impl Phase {
     }
 }
 
-/// How the tiles of a GEMM are shared out over blocks.
+/// How the tiles of a GEMM are shared out over CTAs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, cuda_std::Layout)]
 pub struct Share {
-    /// Tiles that one block computes whole: those of full waves.
+    /// Tiles that one CTA computes whole: those of full waves.
     pub whole: u32,
     /// Each of the other tiles has `1 << shift` parts.
     pub shift: u32,
 }
 
-/// The time that the parts of a tile of `rows` rows take to exchange split-K partials, counted in stages of the ring:
-/// two parts within a cluster, four through memory.
+/// How long the parts of a tile of `rows` rows take to exchange split-K partials, as a number of stages whose MMAs take
+/// as long. Two parts (`shift` 1) exchange within a cluster, four (`shift` 2) through memory.
 const fn exchange(shift: u32, rows: u32) -> u32 {
     match (shift, rows) {
         (0, _) => 0,
@@ -142,13 +142,13 @@ const fn exchange(shift: u32, rows: u32) -> u32 {
 }
 
 impl Share {
-    /// Shares out `tiles` tiles of 64, 96 or 128 `rows` over `grid` blocks, for a matrix with `k` input features.
-    /// Chooses the split with the shortest last wave, and of equal ones the coarsest. A tile has no more parts than
-    /// there are blocks: a block waits for the other parts of its tile, and must not wait for one that it has to
-    /// compute itself later. The blocks are whole clusters: two parts are those of one cluster.
+    /// Shares out `tiles` tiles of 64, 96 or 128 `rows` over `grid` CTAs, for a matrix with `k` input features. Chooses
+    /// the split with the shortest last wave, and of equal ones the coarsest. A tile has no more parts than there are
+    /// CTAs: a CTA waits for the other parts of its tile, and must not wait for one that it has to compute itself
+    /// later. The CTAs are whole clusters: two parts are those of one cluster.
     ///
     /// # Panics
-    /// If there are no blocks: a bug of the caller.
+    /// If there are no CTAs: a bug of the caller.
     #[must_use]
     pub const fn new(tiles: u32, rows: u32, grid: u32, k: u32) -> Self {
         let left = tiles % grid;
@@ -165,7 +165,7 @@ impl Share {
         Self { whole: tiles - left, shift }
     }
 
-    /// Whether a tile that is not whole has two parts, which are the two blocks of a cluster. It has four parts if not.
+    /// Whether a tile that is not whole has two parts, which are the two CTAs of a cluster. It has four parts if not.
     #[device]
     pub(super) const fn is_in_cluster(&self) -> bool {
         self.shift == 1
@@ -177,7 +177,7 @@ impl Share {
         unit.end - unit.k_split == K_SPLITS
     }
 
-    /// Which part of its tile a unit is. Part by part, each finishes as many groups of eight rows as
+    /// Which part of its tile a unit is. The parts finish consecutive rows: each as many groups of eight as
     /// [`groups`](Self::groups) returns.
     #[device]
     pub(super) const fn part(&self, unit: &Unit) -> u32 {
@@ -241,7 +241,7 @@ impl GemmPhase {
         }
     }
 
-    /// Unit `number`, with `rows` rows in a tile. A block has the units whose number is its own modulo the grid.
+    /// Unit `number`, with `rows` rows in a tile. A CTA has the units whose number is its own modulo the grid.
     #[device]
     pub fn unit(&self, number: u32, rows: u32) -> Option<Unit> {
         let Share { whole, shift } = self.share;
@@ -263,7 +263,7 @@ impl GemmPhase {
         Some(Unit { n_tile, row, split, k_split, end: k_split + k_splits })
     }
 
-    /// Whether the two blocks of a cluster multiply this unit's features, each by a tile of rows of its own.
+    /// Whether the two CTAs of a cluster multiply this unit's features, each by a tile of rows of its own.
     #[device]
     pub const fn is_of_both(&self, unit: &Unit) -> bool {
         self.row_tiles.is_multiple_of(2) && self.share.is_whole(unit)

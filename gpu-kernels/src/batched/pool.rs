@@ -1,13 +1,13 @@
-//! The pool of attention: items at the end of the line that belong to no block until a block asks for them.
+//! The pool of attention: items at the end of the line that belong to no CTA until a CTA asks for them.
 //!
-//! Memory does not serve all blocks equally fast, and the order changes from layer to layer. With all pages shared out
-//! evenly, most blocks would wait for the last one. So the [last runs](super::tile_scheduler) are given out item by
-//! item to blocks that have done their own. The warp that loads pages asks, and passes the answer to the warp that
-//! makes queries. The block that is last to finish a split of a run combines the run.
+//! Memory does not serve all CTAs equally fast, and the order changes from layer to layer. With all pages shared out
+//! evenly, most CTAs would wait for the last one. So the [last runs](super::tile_scheduler) are given out item by item
+//! to CTAs that have done their own. The warp that loads pages asks, and passes the answer to the warp that makes
+//! queries. The CTA that is last to finish a split of a run combines the run.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the warp that loads pages [ask](Asking), all lanes of the warp that
-//! makes queries [listen](PoolMessages), each for every phase of attention and as often as the other. The block has
+//! makes queries [listen](PoolMessages), each for every phase of attention and as often as the other. The CTA has
 //! synchronised behind the messages' barriers, and its share is known.
 
 use cuda_std::atomic::{self, Ordering, Scope};
@@ -47,7 +47,7 @@ impl Asking {
     /// are no more.
     ///
     /// # Safety
-    /// All lanes of the warp call it, in each phase of attention until it gives none. `assignment` is the block's, and
+    /// All lanes of the warp call it, in each phase of attention until it gives none. `assignment` is the CTA's, and
     /// there is a pool.
     #[device]
     pub unsafe fn next(&mut self, p: &BatchedStep, phase: u32, assignment: &Assignment) -> Option<u32> {
@@ -57,13 +57,13 @@ impl Asking {
             if thread::opaque(thread::lane_id()) == 0 {
                 let grid = thread::grid_dim_x();
                 if self.phases <= phase {
-                    // By then every block has been told that the pool was empty in the turn before.
+                    // By then every CTA has been told that the pool was empty in the turn before.
                     waiting::long_for_count(p.grid_barriers(), 0, phase * grid);
                     if self.turns == 0 {
                         waiting::for_count(p.pool_words(), 1, grid);
                     }
                 }
-                // In a turn the counter gives out all items, and then tells every block once that there are no more.
+                // In a turn the counter gives out all items, and then tells every CTA once that there are no more.
                 let turn = self.turns * (assignment.pool_count + grid);
                 let number = atomic::fetch_add(p.pool_words(), 0, 1, Ordering::Relaxed, Scope::Device) - turn;
                 if number < assignment.pool_count {

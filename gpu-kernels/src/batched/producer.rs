@@ -2,9 +2,9 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the warp that is named call what is unsafe here, once for each
-//! launch or phase, when the block has synchronised behind its barriers. Each ring has one warp that fills it. A
-//! producer copies what other blocks write only when it has waited at the grid barrier. Nobody writes weights during
-//! the launch, and pages are written only when all blocks are done with their phase.
+//! launch or phase, when the CTA has synchronised behind its barriers. Each ring has one warp that fills it. A producer
+//! copies what other CTAs write only when it has waited at the grid barrier. Nobody writes weights during the launch,
+//! and pages are written only when all CTAs are done with their phase.
 
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, bulk, device, tensor, thread, warp};
@@ -30,9 +30,9 @@ const fn weights_under_way<const ROWS: u32>() -> u32 {
     if ROWS == 64 { 4 } else { Memory::<ROWS>::RING.stages }
 }
 
-/// Stages that are loaded ahead with a limit. A phase's first stages fill the ring while blocks still finish the phase
-/// before. What blocks exchange then waits in line with these copies. So the first stages are loaded one or two at a
-/// time, and still arrive in time.
+/// Stages at the beginning of a phase of which only one or two may be under way. They fill the ring while CTAs still
+/// finish the phase before, and what these CTAs exchange queues up behind the copies. Loaded so slowly, the stages
+/// still arrive in time.
 const AHEAD: u32 = 8;
 
 /// How many stages may be under way in a phase that has filled `filled` stages. The first `alone` of them come one at a
@@ -69,7 +69,7 @@ pub unsafe fn produce<F: BatchedFormat, const ROWS: u32>(p: &BatchedStep) {
         let mut ring = Ring::producer(Memory::<ROWS>::RING);
         let mut before = PhaseKind::EMBED;
         let mut asking = Asking::new::<ROWS>();
-        // How often the lanes of the cluster's two blocks have synchronised.
+        // How often the lanes of the cluster's two CTAs have synchronised.
         let mut steps = 0;
         let mut number = 0;
         while number < p.phase_count {
@@ -139,7 +139,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                 let bytes = if by_boxes { F::stage_bytes(p) } else { <Plain>::stage_bytes(p) };
                 let mut k_split = unit.k_split;
                 while k_split < unit.end {
-                    // A tile with few rows is done sooner. Over a long phase its block would get so far ahead that all
+                    // A tile with few rows is done sooner. Over a long phase its CTA would get so far ahead that all
                     // weights would be read from memory twice.
                     if ROWS > 64 && gemm.is_of_both(&unit) {
                         keep_step::<ROWS>(*steps % 2);
@@ -160,9 +160,9 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                         }
                         ring.wait_empty();
                         ring.full().arrive_expect_tx(bytes);
-                        // For a partial last tile this also copies what lies behind it. The stream has room for that,
-                        // and nobody uses it. With more than 64 rows, other blocks read the same weights for other
-                        // rows: L2 should keep them.
+                        // For a partial last tile this also copies what lies after it. The stream has room for that,
+                        // and nobody uses it. With more than 64 rows, other CTAs read the same weights for other rows:
+                        // L2 should keep them.
                         let (to, full) = (ring.stage_buffer(), ring.full());
                         if by_boxes {
                             let [word, quarter] = F::box_at(k_split, turn % 2 == 1);
@@ -195,7 +195,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
     }
 }
 
-/// The role of the warp that loads what other blocks wrote: activations, and queries.
+/// The role of the warp that loads what other CTAs wrote: activations, and queries.
 ///
 /// # Safety
 /// All lanes of one warp beside the consumers call it, once.
@@ -296,7 +296,7 @@ unsafe fn produce_activations<const ROWS: u32>(gemm: &GemmPhase, map: Global<Ten
 
 /// The role of the two helping warps. Before each GEMM that needs the rows' norm factors, they share in computing them.
 /// After attention they write the step's keys and values to the cache. At the start, one of them runs attention's tile
-/// scheduler for the block.
+/// scheduler for the CTA.
 ///
 /// # Safety
 /// All lanes of two warps beside the consumers call it, once; `which` is 0 for the one and 1 for the other.

@@ -2,15 +2,15 @@
 //! its end.
 //!
 //! A *run* is the splits of a tile and a key-value head. An item is one of these splits. All runs stand in a line, head
-//! by head, so that blocks which are far apart in the line read neighbouring memory at about the same time. The last
-//! runs are the [pool](super::pool). The scheduler shares out the pages of the other runs evenly: a block has the items
-//! whose middle page is in its share. So most of these runs are whole: one block has all items of the run, and combines
-//! them by itself.
+//! by head, so that CTAs which are far apart in the line read neighbouring memory at about the same time. The last runs
+//! are the [pool](super::pool). The scheduler shares out the pages of the other runs evenly: a CTA has the items whose
+//! middle page is in its share. So most of these runs are whole: one CTA has all items of the run, and combines them by
+//! itself.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a warp call what is unsafe here, each with its own number as `lane`.
 //! Each item of the line is written by one warp of the grid, and read by others when they have waited for it: items of
-//! the block at [`Memory::scheduled`], and items of the pool when all blocks have put theirs.
+//! the CTA at [`Memory::scheduled`], and items of the pool when all CTAs have put theirs.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, device, thread, warp};
@@ -26,15 +26,15 @@ const PAGES: u32 = SPLIT / PAGE_TOKENS;
 /// Words of an item in [`BatchedStep::items`]: its [words](Item::words), and its pages as
 /// [`load_pages`](super::attention::load_pages) takes them.
 pub const ITEM_WORDS: u32 = 8;
-/// Pages of the pool for each block: by so much blocks differ in when they finish their own pages. Pages from the pool
-/// cost a block more time than its own.
+/// Pages of the pool for each CTA: about as many as some CTAs are ahead of others when they finish their own pages. Not
+/// more, since a page from the pool costs a CTA more time than one of its own.
 const POOL_PAGES: u32 = 4;
-/// There is a pool if each block has at least `POOL_SHARE` times as many pages, and runs have at most `POOL_SPLITS`
-/// splits in the mean. In a short step, or with long contexts, a pool gains nothing.
+/// There is a pool if each CTA has at least `POOL_SHARE · POOL_PAGES` pages, and runs have at most `POOL_SPLITS` splits
+/// on average. In a short step, or with long contexts, a pool gains nothing.
 const POOL_SHARE: u32 = 12;
 const POOL_SPLITS: u32 = 8;
 
-/// The items of a block, and those of the pool: the first number in the line, and how many.
+/// The items of a CTA, and those of the pool: the first number in the line, and how many.
 #[derive(Clone, Copy)]
 pub struct Assignment {
     pub first: u32,
@@ -44,10 +44,10 @@ pub struct Assignment {
 }
 
 impl Assignment {
-    /// Loads the assignment that a warp of the block has stored.
+    /// Loads the assignment that a warp of the CTA has stored.
     ///
     /// # Safety
-    /// The block's share is known: it was waited for.
+    /// The CTA's share is known: it was waited for.
     #[device]
     unsafe fn load<const ROWS: u32>() -> Self {
         // SAFETY: the caller's word.
@@ -66,10 +66,10 @@ impl Assignment {
         [self.first, self.count, self.pool_first, self.pool_count]
     }
 
-    /// Stores the assignment for the block's other warps.
+    /// Stores the assignment for the CTA's other warps.
     ///
     /// # Safety
-    /// One lane of the block calls it, before it says that the share is known.
+    /// One lane of the CTA calls it, before it says that the share is known.
     #[device]
     unsafe fn store<const ROWS: u32>(&self) {
         // SAFETY: the caller's word.
@@ -168,7 +168,7 @@ impl Split {
         self.last / SPLIT + 1
     }
 
-    /// Makes the item. The block has the run's splits from `first_split` on.
+    /// Makes the item. The CTA has the run's splits from `first_split` on.
     ///
     /// # Safety
     /// The lane has one of the step's tiles.
@@ -199,11 +199,11 @@ impl Split {
     }
 }
 
-/// Computes the block's items, and the block's part of the pool's items, and puts them where [`walk`] reads them. One
-/// warp calls it.
+/// Computes the CTA's items, and the CTA's part of the pool's items, and puts them where [`walk`] reads them. One warp
+/// calls it.
 ///
 /// # Safety
-/// All lanes of one warp of each block call it, once in a launch, when the block has synchronised behind its barriers.
+/// All lanes of one warp of each CTA call it, once in a launch, when the CTA has synchronised behind its barriers.
 #[device]
 pub unsafe fn schedule<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -237,9 +237,9 @@ pub unsafe fn count_all(p: &BatchedStep, lane: u32) -> [u32; 2] {
     all
 }
 
-/// Computes the items of sharer `number`, where `sharers` blocks or warps share all items outside the pool, and puts
-/// them into the line. `all` are the [pages and splits](count_all) of a head. A whole run stays on chip if it has at
-/// most `parts` sums. A whole warp calls it, and sees the items afterwards.
+/// Computes the items of sharer `number`, where `sharers` CTAs or warps share all items outside the pool, and puts them
+/// into the line. `all` are the [pages and splits](count_all) of a head. A whole run stays on chip if it has at most
+/// `parts` sums. A whole warp calls it, and sees the items afterwards.
 ///
 /// # Safety
 /// All lanes of the warp call it. `all` and `pool` are of these tiles, the same for all sharers; `number` is below
@@ -311,7 +311,7 @@ pub unsafe fn assign(
 /// As [`schedule`], for a launch that takes over the schedule of an earlier one. One warp calls it.
 ///
 /// # Safety
-/// As for [`schedule`]; a launch before has left the share of each block, and all items.
+/// As for [`schedule`]; a launch before has left the share of each CTA, and all items.
 #[device]
 pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
     // SAFETY: the caller's word.
@@ -324,7 +324,7 @@ pub unsafe fn take_up<const ROWS: u32>(p: &BatchedStep) {
         warp::sync_warp();
         Memory::<ROWS>::scheduled().arrive_if(lane == 0);
         if lane == 0 {
-            // Counts the block as done with the pool's items, which are there already.
+            // Counts the CTA as done with the pool's items, which are there already.
             atomic::fetch_add(p.pool_words(), 1, 1, Ordering::Release, Scope::Device);
         }
     }
@@ -373,10 +373,10 @@ impl Pool {
     }
 
     /// Puts the pool's items into the line. The last splits of all runs, which may be short, come behind the others:
-    /// the last items to be taken ought to be small. All blocks share the work.
+    /// the last items to be taken ought to be small. All CTAs share the work.
     ///
     /// # Safety
-    /// All lanes of one warp of each block call it. `to` is the number of the pool's first item in the line.
+    /// All lanes of one warp of each CTA call it. `to` is the number of the pool's first item in the line.
     #[device]
     unsafe fn put(&self, p: &BatchedStep, to: u32, lane: u32) {
         // SAFETY: the caller's word.
@@ -437,15 +437,15 @@ unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp visits the block's items one after another, and then items that it gets from the pool. For the block's own,
-/// each lane looks up one item by its number in the line, 32 at a time. The first part of what `look_up` returns stays
-/// in the lane's registers until all lanes get it with `visit`. The lane may `keep` the second part in one of 32
-/// places; `visit` is told which. `begin` is called after the first look-up, and before anything is kept. `from_pool`
-/// is called once the block's own items are done, if there is a pool.
+/// A warp visits the CTA's items one after another, and then items that it gets from the pool. For the CTA's own, each
+/// lane looks up one item by its number in the line, 32 at a time. The first part of what `look_up` returns stays in
+/// the lane's registers until all lanes get it with `visit`. The lane may `keep` the second part in one of 32 places;
+/// `visit` is told which. `begin` is called after the first look-up, and before anything is kept. `from_pool` is called
+/// once the CTA's own items are done, if there is a pool.
 ///
 /// # Safety
-/// All lanes of the warp call it, once for a phase; the block's share becomes known without it. `look_up` may be called
-/// for the block's items and those of the pool. All lanes together may call `visit` and the other functions.
+/// All lanes of the warp call it, once for a phase; the CTA's share becomes known without it. `look_up` may be called
+/// for the CTA's items and those of the pool. All lanes together may call `visit` and the other functions.
 #[device]
 pub unsafe fn walk<const ROWS: u32, const N: usize, F: Default>(
     look_up: impl Fn(u32) -> ([[u32; 4]; N], F),

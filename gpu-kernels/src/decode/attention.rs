@@ -38,7 +38,7 @@ pub const QUERY_BYTES: u32 = TILES * PAIRS * QUERY;
 pub const LAYOUT: PageLayout = PageLayout::HALVES;
 const _: () = assert!(2 * TileWeights::BYTES <= Attend::SHARED_BYTES);
 
-/// What a block has prepared in shared memory for attention.
+/// What a CTA has prepared in shared memory for attention.
 struct Prepared {
     /// The key-value head whose queries are there.
     kv_head: u32,
@@ -59,8 +59,8 @@ impl Prepared {
     #[device]
     fn places<const N: usize>(&mut self) -> ([TileWeights; N], bool) {
         let (place, barrier) = (self.place, self.free < N as u32);
-        // All warps synchronise once they have written these weights. By then they have read all earlier ones, so any
-        // other place is free.
+        // All warps synchronise once they have written these weights. By then they have read all earlier weights, so
+        // every other place is free.
         (self.place, self.free) = (place + N as u32, 2 - N as u32);
         let mut places = [TileWeights::at(0); N];
         unroll!(T < N of 2; {
@@ -72,8 +72,8 @@ impl Prepared {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// What a block can do for attention of several rows before the projections are there: it loads its units, and
-    /// stages what queries and keys are made with.
+    /// What a CTA can do for attention of several rows before the projections are there: it loads its units, and stages
+    /// what queries and keys are made with.
     ///
     /// # Safety
     /// Nobody uses scratch memory behind the queries any more.
@@ -89,11 +89,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// The block's part of attention, from the projections to the next grid barrier, which it leaves to the caller. The
+    /// The CTA's part of attention, from the projections to the next grid barrier, which it leaves to the caller. The
     /// splits are combined by then.
     ///
     /// # Safety
-    /// All consumers of every block call it, with the block's units for the layer. Unless `ONE`,
+    /// All consumers of every CTA call it, with the CTA's units for the layer. Unless `ONE`,
     /// [`before_attention`](Self::before_attention) comes before, and a grid barrier has shown the projections. Scratch
     /// memory is free, but for what `before_attention` left.
     #[device]
@@ -109,7 +109,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let assigned = (units.group, units.tile_rows);
             let are_whole = ROWS == SEQUENCES && units.are_whole();
             if ONE && units.is_empty() {
-                // Waits here, as in `pass_by`: polling for later words would slow down the other blocks.
+                // Waits here, as in `pass_by`: polling for later words would slow down the other CTAs.
                 self.put_out(WordKind::Heads, 4 * layer).expect();
             }
             while let Some(share) = units.take::<ROWS, ATTENTION, SHORT>(self.p.work.kv_heads) {
@@ -280,8 +280,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// Attention of a tile of few pairs, against the keys and values in the ring's next stages, `pages` stages each. At
-    /// the `end` of a share the stages are released. With several rows that comes before the results are written, with
-    /// one row afterwards, since other blocks wait for the results.
+    /// the `end` of a share it releases the stages: with several rows before the results are written, with one row
+    /// after that, since other CTAs wait for the results.
     ///
     /// # Safety
     /// All consumers call it. The tile's queries are at `slot`, the step's keys are in their pages, and all have
@@ -335,10 +335,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Attention of `N` tiles of more pairs, at most two, from tile `first` on, against the same stages as in
-    /// [`attend_few`](Self::attend_few). Of these it releases only a short ring's keys. With `wait` it waits for the
-    /// stages, and puts the values of the rows in `wait` into a short ring. The tiles' weights go to `places`, behind a
-    /// barrier if the flag beside says so.
+    /// Attention of `N` tiles of more pairs, one or two, from tile `first` on, against the same stages as in
+    /// [`attend_few`](Self::attend_few). It releases only the keys of a short ring. If there is a `wait`, it waits for
+    /// the stages, and puts the values of the rows in `wait` into a short ring. The tiles' weights go to `places`; with
+    /// `barrier`, the consumers synchronise before that.
     ///
     /// # Safety
     /// As for [`attend_few`](Self::attend_few), of tiles from `first` on, of any number of pairs. Without `wait` the
@@ -357,7 +357,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             let tile = &tiles[0];
             // The first warp whose keys may differ from row to row. In a chain there is none.
             let apart = if ROWS == TREE && !ONE { self.apart(tile.split) } else { WARPS };
-            // Also if no row here reaches this warp's keys: rows of later tiles may reach them, and do not wait.
+            // Waits even if no row here reaches this warp's keys: rows of later tiles may, and these do not wait again.
             let page = tile.first_key() % SPLIT / PAGE_TOKENS;
             if wait.is_some() && page < pages {
                 self.ring.ahead(page).wait_full();
@@ -558,10 +558,10 @@ unsafe fn values_of(tile: &Tile, page: Ring) -> impl Fn(usize) -> [[u32; 4]; 4] 
 }
 
 /// Clears all places for queries before any query is there, since [`queries_of`] reads whole tiles. `thread` is this
-/// thread's number in the block.
+/// thread's number in the CTA.
 ///
 /// # Safety
-/// All threads of the block call it, before the block synchronises.
+/// All threads of the CTA call it, before the CTA synchronises.
 #[device]
 pub unsafe fn clear_queries(thread: u32) {
     let mut at = thread * 16;
@@ -576,7 +576,7 @@ pub unsafe fn clear_queries(thread: u32) {
 /// the tile does not have may be anything: no other pair's results depend on them, and theirs are not used.
 ///
 /// # Safety
-/// `slot` is below [`TILES`]. The block has synchronised since all places were [cleared](clear_queries), and nobody
+/// `slot` is below [`TILES`]. The CTA has synchronised since all places were [cleared](clear_queries), and nobody
 /// writes these meanwhile.
 #[device]
 pub unsafe fn queries_of(lane: u32, slot: u32) -> impl Fn(usize) -> [[u32; 4]; 2] {

@@ -3,8 +3,8 @@
 //!
 //! # Safety
 //! As for all [consumers](super::consumer). All units of the layer's attention leave their parts: with one row as
-//! words, which are waited for here; with several before the grid barrier that the block has waited for. Pairs and
-//! splits are the step's.
+//! words, which are waited for here; with several before the grid barrier that the CTA has waited for. Pairs and splits
+//! are the step's.
 
 use cuda_std::{bf16, device, math, shared, thread, warp};
 
@@ -16,7 +16,7 @@ use crate::attention::{Attend, SPLIT, combine_by_warp, combine_head, weight};
 use crate::exchange::{Word, WordKind, Words};
 use crate::kv::HEAD_DIM;
 
-/// Dimensions that a block adds at a time: half a head's, two a lane.
+/// Dimensions that a CTA adds at a time: half a head's, two a lane.
 const HALF: u32 = HEAD_DIM / 2;
 /// Splits that a warp takes at a time: each lane has the scale of one.
 const SPLITS: u32 = 32;
@@ -161,10 +161,10 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Adds the splits of one row. A block takes half a head at a time; blocks without units of attention come first.
+    /// Adds the splits of one row. A CTA takes half a head at a time; CTAs without units of attention come first.
     ///
     /// # Safety
-    /// All consumers of every block call it, after their units of the layer. Nobody uses the queries' place in scratch
+    /// All consumers of every CTA call it, after their units of the layer. Nobody uses the queries' place in scratch
     /// memory any more.
     #[device]
     pub(super) unsafe fn combine_of_one(&self, layer: u32) {
@@ -251,7 +251,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Adds the splits of several rows, after a grid barrier.
     ///
     /// # Safety
-    /// All consumers of every block call it, after their units of the layer. Scratch memory is free.
+    /// All consumers of every CTA call it, after their units of the layer. Scratch memory is free.
     #[device]
     pub(super) unsafe fn combine_of_some(&self, attend: &Attend) {
         // SAFETY: the caller's word.
@@ -273,21 +273,21 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Whether a warp should add the splits of a row and head, and not a block: where there are many such items and few
+    /// Whether a warp should add the splits of a row and head, and not a CTA: where there are many such items and few
     /// splits.
     #[device]
     unsafe fn combines_by_warps(&self) -> bool {
         // SAFETY: the caller's word.
         let (items, last) = unsafe { (self.count * self.p.work.q_heads, Units::last()) };
-        // Compares how often each waits for memory. A warp waits once for each 8 splits. A block waits twice an item:
-        // for its splits, and again behind the item's barrier.
+        // Compares how often each waits for memory. A warp waits once for each 8 splits. A CTA waits twice for an item:
+        // for its splits, and again after the item's barrier.
         last / (SPLIT * WARPS) < 2 * ((items - 1) / thread::grid_dim_x())
     }
 
     /// Adds the splits of each row and head, a warp an item.
     ///
     /// # Safety
-    /// All blocks have arrived at a grid barrier with their parts, and this one has waited for it.
+    /// All CTAs have arrived at a grid barrier with their parts, and this one has waited for it.
     #[device]
     unsafe fn combine_by_warps(&self, attend: &Attend, (lane, warp_id): (u32, u32)) {
         let q_heads = self.p.work.q_heads;
@@ -305,7 +305,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Adds the splits of the rows of a share's sequence, if the share has the last split of its head.
     ///
     /// # Safety
-    /// The block had all splits of the share's head up to this one.
+    /// The CTA had all splits of the share's head up to this one.
     #[device]
     pub(super) unsafe fn combine_share(&self, attend: &Attend, share: &Share, group: u32) {
         // SAFETY: the caller's word.

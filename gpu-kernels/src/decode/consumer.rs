@@ -3,8 +3,8 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of the eight consumer warps call what is unsafe here, in the same
-//! order, since they synchronise. The block has put into shared memory what all roles find there, and has synchronised
-//! since. Scratch memory is the consumers' alone. They read what other blocks write only once they have waited for it:
+//! order, since they synchronise. The CTA has put into shared memory what all roles find there, and has synchronised
+//! since. Scratch memory is the consumers' alone. They read what other CTAs write only once they have waited for it:
 //! for all of it at a grid barrier, or word by word in the exchange. What they write for others, they write before they
 //! arrive at the next grid barrier.
 
@@ -39,7 +39,7 @@ use outputs::{Addend, Output};
 pub const PARTIAL_BYTES: u32 = N_TILES * K_PARTIALS * MAX_DECODE_ROWS * N_TILE * 4;
 
 /// The consumers' state. `ROWS` says [how the rows relate](super::CHAIN); `SHORT` selects the [short](super::short)
-/// ring. It is made once the block has put into shared memory what all roles find there, and has synchronised.
+/// ring. It is made once the CTA has put into shared memory what all roles find there, and has synchronised.
 pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub p: &'a DecodeStep,
     /// The step's rows.
@@ -49,11 +49,11 @@ pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub ring: Ring,
     rows: Divisor,
     grid: u32,
-    /// The block's place in the next wave's rotation.
+    /// The CTA's place in the next wave's rotation.
     pub place: u32,
 }
 
-/// The 8 consumer warps of a block synchronise.
+/// The 8 consumer warps of a CTA synchronise.
 #[device]
 pub fn sync() {
     thread::sync_named(1, WARPS * 32);
@@ -74,12 +74,12 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         unsafe { Units::last() + 1 - self.count }
     }
 
-    /// Runs all layers and the head. If `ONE`, blocks exchange the row's activations as [words with a sequence
+    /// Runs all layers and the head. If `ONE`, CTAs exchange the row's activations as [words with a sequence
     /// flag](crate::exchange); otherwise through memory, with grid barriers.
     ///
     /// # Safety
     /// The step has `count` rows: one if `ONE`, else at most `TILES` times 8. It is called once, by the consumers of
-    /// every block; a warp [produces](super::producer::produce), and if `ONE` another finds [`factors`].
+    /// every CTA; a warp [produces](super::producer::produce), and if `ONE` another finds [`factors`].
     #[device]
     pub unsafe fn run<
         F: WeightFormat,
@@ -140,13 +140,13 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                     part = self.part(index, 0);
                     continue;
                 }
-                // What follows up to the wait needs nothing of this phase from the other blocks.
+                // What follows, up to the wait, reads nothing that other CTAs have just written.
                 self.arrive();
                 if matrix == Matrix::Qkv {
                     let units = self.before_attention(layer);
                     self.wait();
-                    // The number is of vectors that a warp makes at a time. With more, a layer would have more code
-                    // than an SM keeps.
+                    // How many vectors a warp makes at a time. With more, a layer's code would not fit into the SM's
+                    // instruction cache.
                     if ATTENTION == WGMMA {
                         self.attention::<2, false, ATTENTION>(layer, units);
                     } else {
@@ -156,8 +156,8 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
                 } else if matrix == Matrix::Output {
                     self.append(layer);
                 }
-                // Loaded ahead, since a norm's weights come from far. Nobody writes any more what the first outputs
-                // will be added to.
+                // Loaded ahead, since a norm's weights come from device memory. What the first outputs will be added
+                // to is complete by now.
                 part = self.part(index, 0);
                 old = self.first_addends(&part);
             }
@@ -179,7 +179,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
     /// Records the time of a point in the trace, if there is one.
     ///
     /// # Safety
-    /// The block's trace, if there is one, has room for all points that it passes. One thread writes it, the first
+    /// The CTA's trace, if there is one, has room for all points that it passes. One thread writes it, the first
     /// consumer.
     #[device]
     pub unsafe fn mark(&self, mark: Mark) {
@@ -198,7 +198,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Waits until the consumers of every block have arrived, and shows each what the others wrote.
+    /// Waits until the consumers of every CTA have arrived, and shows each what the others wrote.
     #[device]
     pub unsafe fn grid_barrier(&self) {
         // SAFETY: the caller's word.
@@ -208,18 +208,17 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Arrives at the grid barrier, and shows the other blocks all that this one wrote. The block's consumers have
+    /// Arrives at the grid barrier, and shows the other CTAs all that this one wrote. The CTA's consumers have
     /// synchronised when it returns.
     ///
     /// # Safety
-    /// What the block has to show is written. [`wait`](Self::wait) or [`wait_for_all`](Self::wait_for_all) follows,
-    /// once.
+    /// What the CTA has to show is written. [`wait`](Self::wait) or [`wait_for_all`](Self::wait_for_all) follows, once.
     #[device]
     unsafe fn arrive(&self) {
         // SAFETY: the caller's word.
         unsafe {
             sync();
-            // Read again, here and wherever else one thread acts for the block: kept over the whole step, the thread's
+            // Read again, here and wherever else one thread acts for the CTA: kept over the whole step, the thread's
             // number would take a register from the GEMMs.
             if thread::opaque(thread::thread_idx_x()) == 0 {
                 atomic::fetch_add(self.p.counters, 0, 1, Ordering::Release, Scope::Device);
@@ -237,10 +236,10 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// Waits until every block has arrived.
+    /// Waits until every CTA has arrived.
     ///
     /// # Safety
-    /// The block has [arrived](Self::arrive) once since it last waited, and so will every other block.
+    /// The CTA has [arrived](Self::arrive) once since it last waited, and so will every other CTA.
     #[device]
     unsafe fn wait_for_all(&self) {
         // SAFETY: the caller's word.
@@ -271,10 +270,10 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
             let stride = grid * WARPS * 32;
             let mut row = 0;
             while row < self.count {
-                // Each row begins at another block, so that rows spread over the grid.
+                // Each row begins at another CTA, so that rows spread over the grid.
                 let block = (thread::block_idx_x() + row * (p.work.residual.dim / (WARPS * 32))) % grid;
                 let first = block * (WARPS * 32);
-                // A block that makes none of a row's elements does not wait for its token.
+                // A CTA that makes none of a row's elements does not wait for its token.
                 if first < p.work.residual.dim {
                     let first = first + thread::thread_idx_x();
                     if ONE {
@@ -294,7 +293,7 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
         }
     }
 
-    /// This block's part of the next wave, over the matrix at `index` from `first_n_tile` on.
+    /// This CTA's part of the next wave, over the matrix at `index` from `first_n_tile` on.
     #[device]
     fn part(&mut self, index: u32, first_n_tile: u32) -> Part {
         let matrix = self.p.matrix(index);
@@ -314,20 +313,20 @@ impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
 
 /// How consumers multiply weights of a format.
 pub trait Products<F: WeightFormat> {
-    /// Runs the GEMM of one row and its epilogue, over all waves of a matrix. `part` is the block's part of the first
+    /// Runs the GEMM of one row and its epilogue, over all waves of a matrix. `part` is the CTA's part of the first
     /// wave.
     ///
     /// # Safety
-    /// All consumers call it. The step has one row. `part` is the block's part of a matrix's first wave, and the ring
-    /// is where the part's chunks begin, in weights of the format `F`.
+    /// All consumers call it. The step has one row. `part` is the CTA's part of a matrix's first wave, and the ring is
+    /// where the part's chunks begin, in weights of the format `F`.
     unsafe fn of_one<const ROWS: u8, const SHORT: bool>(consumer: &mut Consumer<'_, ROWS, SHORT>, part: Part);
 
-    /// As [`of_one`](Self::of_one), for up to `TILES` times 8 rows. It waits until all blocks have arrived with the
+    /// As [`of_one`](Self::of_one), for up to `TILES` times 8 rows. It waits until all CTAs have arrived with the
     /// input. `old` is what the first outputs are added to.
     ///
     /// # Safety
-    /// As for [`of_one`](Self::of_one), of at most `TILES` times 8 rows. The block has [arrived](Consumer::arrive).
-    /// `old` is what the part's [first outputs](Consumer::first_addends) are added to.
+    /// As for [`of_one`](Self::of_one), of at most `TILES` times 8 rows. The CTA has [arrived](Consumer::arrive). `old`
+    /// is what the part's [first outputs](Consumer::first_addends) are added to.
     unsafe fn of_some<const ROWS: u8, const SHORT: bool, const TILES: usize>(
         consumer: &mut Consumer<'_, ROWS, SHORT>,
         part: Part,
@@ -356,7 +355,7 @@ impl<F: FragmentFormat> Products<F> for OfFragments {
     }
 }
 
-/// A block's part of a wave.
+/// A CTA's part of a wave.
 #[derive(Clone, Copy)]
 pub struct Part {
     matrix: Matrix,
@@ -366,9 +365,9 @@ pub struct Part {
     /// The wave's first N-tile, and one beyond its last.
     first_n_tile: u32,
     end: u32,
-    /// The block's place in the rotation.
+    /// The CTA's place in the rotation.
     place: u32,
-    /// The block's N-tiles in the wave.
+    /// The CTA's N-tiles in the wave.
     mine: u32,
 }
 

@@ -1,4 +1,4 @@
-//! Which [words](crate::exchange) the matrices of a step of one row take in and put out.
+//! Which [words](crate::exchange) the matrices of a step of one row read and write.
 //!
 //! # Safety
 //! As for all [consumers](super::consumer), of a step of one row.
@@ -12,7 +12,7 @@ use super::consumer::Consumer;
 use crate::exchange::{WordKind, Words};
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// The words of `kind` that the matrix at `index` puts out, or attention after it.
+    /// The words of `kind` that the matrix at `index` writes, or attention after it.
     #[device]
     pub fn put_out(&self, kind: WordKind, index: u32) -> Words {
         self.words(kind, 1 + index)
@@ -25,7 +25,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     }
 
     /// The elements of the residual that the outputs of the matrix at `index` are added to. The matrix two before it
-    /// put them out, or else the embedding.
+    /// wrote them, or the embedding.
     #[device]
     pub fn added_to(&self, index: u32) -> Words {
         self.words(WordKind::Residual, index - 1)
@@ -37,11 +37,11 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         self.p.exchange.words(kind, self.flag + matrices)
     }
 
-    /// Says that the block is done with the step. The last block to say so uses up the step's sequence flags, so that
-    /// the next step has others. The block's consumers have synchronised.
+    /// Says that the CTA is done with the step. The last CTA to say so uses up the step's sequence flags, so that the
+    /// next step has others. The CTA's consumers have synchronised.
     ///
     /// # Safety
-    /// All consumers of the block call it, at the end of the step, when they have synchronised and neither they nor the
+    /// All consumers of the CTA call it, at the end of the step, when they have synchronised and neither they nor the
     /// warps beside them have anything to read or write in the exchange any more.
     #[device]
     pub unsafe fn use_up_flags(&self) {

@@ -1,8 +1,8 @@
 //! Makes the queries for attention within the step, and the keys and values that this step adds.
 //!
-//! As long as there are fewer (key-value head, split) pairs than blocks, tiles of the same pair go to different blocks.
-//! Each of these blocks makes, for itself, the keys and values that this step adds. They reach the cache later, when no
-//! block's copies read it any more. In a step of one row only one block needs them, and it also writes them to the
+//! While there are fewer combinations of key-value head and split than CTAs, the tiles of one go to several CTAs. Each
+//! of these CTAs makes the keys and values that this step adds, for itself. They are written to the cache later, when
+//! no CTA's copies read there any more. In a step of one row only one CTA needs them, and it also writes them to the
 //! cache.
 //!
 //! # Safety
@@ -34,8 +34,8 @@ const STAGE: u32 = SCRATCH + QUERY_BYTES;
 const STAGE_NORMS: u32 = STAGE + MAX_DECODE_ROWS * HEAD_DIM * 4;
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// Brings what queries and keys are made with into shared memory: cosines, sines and norm weights. All see them
-    /// after the next barrier. The last warps take the first rows, since the first warp has other work.
+    /// Loads into shared memory what queries and keys are made with: cosines, sines, norm weights. All see them after
+    /// the next barrier. The last warps take the first rows, since the first warp has other work.
     ///
     /// # Safety
     /// All consumers call it. Nobody uses the memory behind queries before they have synchronised.
@@ -300,7 +300,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// a vector at a time; last warps come first.
     ///
     /// # Safety
-    /// All consumers of every block call it, after a grid barrier that follows the layer's attention, and before they
+    /// All consumers of every CTA call it, after a grid barrier that follows the layer's attention, and before they
     /// arrive at the grid barrier after which the projections of the next layer are written.
     #[device]
     pub unsafe fn append(&self, layer: u32) {

@@ -1,8 +1,8 @@
-//! The sizes and inputs of a step's GEMMs, which are the same in all layers. A block finds them once, at the start:
-//! other blocks would wait for what it finds between two GEMMs.
+//! The sizes and inputs of a step's GEMMs, which are the same in all layers. A CTA finds them once, at the start: other
+//! CTAs would wait for what it finds between two GEMMs.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. A block stores its problems before it synchronises, and loads them after that;
+//! `p` is a launch's parameter block. A CTA stores its problems before it synchronises, and loads them after that;
 //! nobody else writes there.
 
 use cuda_std::{Global, GlobalMut, bf16, device, shared};
@@ -12,12 +12,12 @@ use crate::exchange::{WordKind, Words};
 use crate::stream::CHUNK_FEATURES;
 use crate::weights::{Plain, WeightFormat};
 
-/// The size of a matrix's GEMM, where its input is, and how its N-tiles fall to blocks.
+/// The size of a matrix's GEMM, where its input is, and how its N-tiles fall to CTAs.
 #[derive(Clone, Copy)]
 pub struct Problem {
-    /// The input of one row: words that hold two elements each.
+    /// The input in a step of one row: words that hold two elements each.
     words: GlobalMut<u64>,
-    /// The input of several rows.
+    /// The input in a step of several rows.
     pub x: Global<bf16>,
     /// Input features.
     pub k: u32,
@@ -27,9 +27,9 @@ pub struct Problem {
     pub depth: u32,
     /// Whether the input has yet to be divided by its norm.
     pub is_normed: bool,
-    /// N-tiles that every block has in the last wave.
+    /// N-tiles that every CTA has in the last wave.
     pub each: u32,
-    /// How many blocks, the first in the rotation, have one more.
+    /// How many CTAs, the first in the rotation, have one more.
     pub more: u32,
 }
 
@@ -37,11 +37,11 @@ impl Problem {
     /// Bytes of a problem in shared memory.
     pub const BYTES: u32 = 48;
 
-    /// The problem of a matrix, in a step by `grid` blocks.
+    /// The problem of a matrix, in a step by `grid` CTAs.
     #[device]
     fn new<F: WeightFormat>(p: &DecodeStep, matrix: Matrix, grid: u32) -> Self {
         let wave = N_TILES * grid;
-        // SAFETY: a grid has blocks, and no card has room for 2²⁹.
+        // SAFETY: a grid has CTAs, and no card has room for 2²⁹.
         unsafe { cuda_std::assume(grid > 0 && wave > 0) };
         // Each arm finds its own words: if the kind were found first, places would be looked up in memory.
         let words = |kind| p.exchange.words(kind, 0).first();
@@ -62,14 +62,14 @@ impl Problem {
     /// Stores the problems of all matrices where [`load`](Self::load) finds them, a thread each.
     ///
     /// # Safety
-    /// `thread` counts the threads that call it from 0 on, each once: the first five write, and the block has not
-    /// synchronised yet. `grid` is the launch's blocks.
+    /// `thread` counts the threads that call it from 0 on, each once: the first five write, and the CTA has not
+    /// synchronised yet. `grid` is the launch's CTAs.
     #[device]
     pub unsafe fn store_all<F: WeightFormat>(p: &DecodeStep, thread: u32, grid: u32) {
         if thread < Matrix::COUNT {
             let matrix = Matrix::numbered(thread);
             let Self { words, x, k, n_tiles, depth, is_normed, each, more } = Self::new::<F>(p, matrix, grid);
-            // SAFETY: the block's place for them.
+            // SAFETY: the CTA's place for them.
             unsafe {
                 let place = shared::dynamic::<u64>(PROBLEMS + thread * Self::BYTES);
                 place.store(0, words.addr());
@@ -83,7 +83,7 @@ impl Problem {
     /// The problem of a matrix.
     ///
     /// # Safety
-    /// The block has synchronised behind [`store_all`](Self::store_all).
+    /// The CTA has synchronised behind [`store_all`](Self::store_all).
     #[device]
     pub unsafe fn load(matrix: Matrix) -> Self {
         // SAFETY: written before the roles part.
@@ -104,8 +104,8 @@ impl Problem {
 }
 
 impl DecodeStep {
-    /// How many N-tiles of a matrix's last wave each block has, and how many blocks, the first in its rotation, have
-    /// one more: [`Wave::mine`](crate::stream::Wave::mine) of all blocks at once.
+    /// How many N-tiles of a matrix's last wave each CTA has, and how many CTAs, the first in its rotation, have one
+    /// more: [`Wave::mine`](crate::stream::Wave::mine) of all CTAs at once.
     pub fn shares(&self, matrix: Matrix, grid: u32) -> (u32, u32) {
         let Problem { each, more, .. } = Problem::new::<Plain>(self, matrix, grid);
         (each, more)

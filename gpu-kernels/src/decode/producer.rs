@@ -1,10 +1,10 @@
 //! The producer that keeps the ring of chunks full.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. One thread makes and stores [`Units`], before the block synchronises. After that
+//! `p` is a launch's parameter block. One thread makes and stores [`Units`], before the CTA synchronises. After that
 //! one whole warp calls [`produce`], and so what [`produce`] calls. Nobody else fills the ring, and consumers take the
 //! stages of the same matrices and units in the same order. Nobody writes weights during the launch. Consumers put the
-//! step's own rows into pages when no copy reads these any more.
+//! step's own keys and values into pages when no copy reads these any more.
 
 use core::ops::Range;
 
@@ -18,7 +18,7 @@ use crate::ring::Ring;
 use crate::weights::{Lossless, Plain, WeightFormat};
 
 /// Whether a step of `count` rows is better with attention by `wgmma`: if its pairs are more than one tile and at most
-/// [`ALL_PAIRS`], and each block would have at least one whole split.
+/// [`ALL_PAIRS`], and each CTA would have at least one whole split.
 ///
 /// # Safety
 /// `count` is the step's rows, at least 1, which are of one sequence.
@@ -31,30 +31,30 @@ pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
     PAIRS < pairs && pairs <= ALL_PAIRS && DecodeStep::is_long(p.work.kv_heads, splits, thread::grid_dim_x())
 }
 
-/// A block's units of attention. A unit is a tile of pairs against one split of a key-value head's keys. A block takes
-/// consecutive units. With attention by `wgmma` a unit has all pairs, and a block takes its units from last to first.
+/// A CTA's units of attention. A unit is a tile of pairs against one split of a key-value head's keys. A CTA takes
+/// consecutive units. With attention by `wgmma` a unit has all pairs, and a CTA takes its units from last to first.
 #[derive(Clone, Copy)]
 pub struct Units {
     /// Query heads of a key-value head.
     pub group: Divisor,
     /// Rows of a tile.
     pub tile_rows: u32,
-    /// Splits of the context, as units are numbered. With several sequences: 1 if a block takes all splits of a head,
+    /// Splits of the context. With several sequences it has another meaning: 1 if a CTA takes all splits of a head,
     /// else 0.
     splits: u32,
     /// Units of a split.
     tiles: u32,
-    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`. As stored for all layers of one
-    /// sequence: the number of units that every block has.
+    /// The first unit that is left, `(kv_head · splits + split) · tiles + tile`. In shared memory, for one sequence:
+    /// how many units every CTA has at least.
     next: u32,
-    /// One beyond the last unit that is left. As stored for all layers of one sequence: how many blocks have one unit
-    /// more.
+    /// One beyond the last unit that is left. In shared memory, for one sequence: how many CTAs have one unit more than
+    /// that.
     end: u32,
     /// The last position; of a tree, the last slot.
     last: u32,
 }
 
-/// Units of a block that share their keys and values.
+/// Units of a CTA that share their keys and values.
 pub struct Share {
     pub kv_head: u32,
     pub split: u32,
@@ -69,7 +69,7 @@ pub struct Share {
 }
 
 impl Units {
-    /// The units of all blocks in a step of `count` rows, to be stored.
+    /// The units of all CTAs in a step of `count` rows, to be stored.
     ///
     /// # Safety
     /// `count` is the step's rows, at least 1, which are of one sequence.
@@ -78,12 +78,12 @@ impl Units {
         // SAFETY: the caller's word: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
         let grid = thread::grid_dim_x();
-        // SAFETY: a grid has blocks.
+        // SAFETY: a grid has CTAs.
         unsafe { cuda_std::assume(grid > 0) };
         let group = Divisor::new(p.work.group());
         let splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
-        // Tiles may have any size, since pairs do not mix: they are smaller where that keeps more blocks busy.
+        // Tiles may have any size, since pairs do not mix: they are smaller where that keeps more CTAs busy.
         while tile_rows > 1 {
             let half = tile_rows / 2;
             let more = count.div_ceil(half);
@@ -98,7 +98,7 @@ impl Units {
         Self { group, tile_rows, splits, tiles, next: all / grid, end: all % grid, last }
     }
 
-    /// The units of this block in a step of `count` rows of several sequences. `last` is the largest position. The rows
+    /// The units of this CTA in a step of `count` rows of several sequences. `last` is the largest position. The rows
     /// are [in place](sequences::bring).
     ///
     /// # Safety
@@ -106,7 +106,7 @@ impl Units {
     #[device]
     pub unsafe fn of_sequences(p: &DecodeStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        // SAFETY: a grid has blocks.
+        // SAFETY: a grid has CTAs.
         unsafe { cuda_std::assume(grid > 0) };
         let group = Divisor::new(p.work.group());
         // SAFETY: the caller's word.
@@ -124,7 +124,7 @@ impl Units {
         }
         // SAFETY: the caller's word.
         let (heads, most) = unsafe { sequences::heads(count, p.work.kv_heads, tile_rows) };
-        // Blocks take whole heads if no block has more units for that: then nobody waits for another block's splits.
+        // CTAs take whole heads if no CTA has more units for that: then nobody waits for another CTA's splits.
         let whole = heads.div_ceil(grid) * most <= all.div_ceil(grid);
         let [next, end] = [block, block + 1].map(|block| {
             if !whole {
@@ -136,7 +136,7 @@ impl Units {
         Self { group, tile_rows, splits: whole.into(), tiles: 0, next, end, last }
     }
 
-    /// Whether a block takes all splits of its heads.
+    /// Whether a CTA takes all splits of its heads.
     #[device]
     pub const fn are_whole(&self) -> bool {
         self.splits == 1
@@ -145,10 +145,10 @@ impl Units {
     /// Stores the units where [`load`](Self::load) finds them.
     ///
     /// # Safety
-    /// One thread does it, and the block synchronises behind it.
+    /// One thread does it, and the CTA synchronises behind it.
     #[device]
     pub unsafe fn store(&self) {
-        // SAFETY: the block's place for them.
+        // SAFETY: the CTA's place for them.
         unsafe {
             let place = shared::dynamic::<[u32; 2]>(UNITS);
             place.cast::<Divisor>().store(0, self.group);
@@ -158,16 +158,16 @@ impl Units {
         }
     }
 
-    /// The units of this block in a layer where its place in the rotation of the output projection's N-tiles is
-    /// `place`. Blocks with fewer N-tiles come first: the keys and values of a unit take as long in a block's ring as
-    /// an N-tile does, and all others would wait for a block that has more of both. With several sequences a block has
-    /// the same units in every layer.
+    /// The units of this CTA in a layer where its place in the rotation of the output projection's N-tiles is `place`.
+    /// CTAs with fewer N-tiles get the surplus units: a unit's keys and values occupy a CTA's ring as long as an N-tile
+    /// does, and all others would wait for a CTA that has more of both. With several sequences a CTA has the same units
+    /// in every layer.
     ///
     /// # Safety
-    /// The block has synchronised behind [`store`](Self::store). `place` is below the grid's blocks.
+    /// The CTA has synchronised behind [`store`](Self::store). `place` is below the grid's CTAs.
     #[device]
     pub unsafe fn load<const ROWS: u8>(place: u32) -> Self {
-        // SAFETY: the block's place for them, written before the roles part.
+        // SAFETY: the CTA's place for them, written before the roles part.
         unsafe {
             let stored = shared::dynamic::<[u32; 2]>(UNITS);
             let group = stored.cast::<Divisor>().load(0);
@@ -185,7 +185,7 @@ impl Units {
     /// The last position of the step, or the last slot of a tree, as it was stored.
     #[device]
     pub unsafe fn last() -> u32 {
-        // SAFETY: the block's place for them, written before the roles part.
+        // SAFETY: the CTA's place for them, written before the roles part.
         unsafe { shared::dynamic::<[u32; 2]>(UNITS).load(3)[1] }
     }
 
@@ -196,7 +196,7 @@ impl Units {
     }
 
     /// Takes the next units that share keys and values; there are `kv_heads` key-value heads. Keys leave a
-    /// [short](super::short) ring before the values come, so there only tiles that are weighed together share them.
+    /// [short](super::short) ring before the values come, so there only tiles that are scored together share them.
     #[device]
     pub fn take<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(&mut self, kv_heads: u32) -> Option<Share> {
         let most = if are_few::<ROWS>(self.tile_rows, self.group) { 1 } else { 2 };
@@ -247,13 +247,13 @@ pub const fn are_few<const ROWS: u8>(tile_rows: u32, group: Divisor) -> bool {
     ROWS != TREE && tile_rows * group.value <= QUARTER
 }
 
-/// How many chunks may be under way, when `filled` chunks of a matrix or of the block's pages have been asked for. The
-/// block has `chunks` chunks of the wave.
+/// How many chunks may be under way when `filled` chunks of a matrix, or of the CTA's pages, have been asked for. The
+/// CTA has `chunks` of them in the wave. For a step of one row `of_one` is [`WeightFormat::UNDER_WAY_OF_ONE`].
 ///
-/// TMA serves copies side by side. With as many under way as the ring has stages, the last chunk before a grid barrier
-/// would arrive no earlier than the chunks after it. The ring would then be full when the pause begins that it is to
-/// bridge. So few chunks are under way until the ring has been filled once after a barrier, and fewer where blocks
-/// exchange more there. After that as many are under way as memory is fastest with.
+/// TMA serves all copies at once. With as many under way as the ring has stages, the last chunk before a grid barrier
+/// would arrive no earlier than the chunks after it. Then the ring would already be full when the pause at the barrier
+/// begins, which it is to bridge. So few chunks are under way until the ring has been filled once after a barrier, and
+/// fewer where CTAs exchange more there. After that there are as many as memory is fastest with.
 #[device]
 const fn under_way(of_one: Option<[u32; 2]>, chunks: u32, filled: u32, stages: u32) -> u32 {
     match (of_one, filled < stages) {
@@ -265,12 +265,12 @@ const fn under_way(of_one: Option<[u32; 2]>, chunks: u32, filled: u32, stages: u
     }
 }
 
-/// A block's wave of so few chunks is over before memory is at full speed. Models of less than a billion parameters
-/// have such waves.
+/// A CTA's wave of so few chunks is over before memory is at full speed. Models of less than a billion parameters have
+/// such waves.
 const FEW: u32 = 8;
 
-/// Stages of the ring that must not be under way. If more were under way, a consumer that looks at every third stage
-/// would take one fill of a stage for the next: see `Duty::load`.
+/// Stages of the ring that are never under way. With fewer of them, a consumer that looks at every third stage could
+/// take one fill of a stage for the next: see `Duty::load`.
 const NOT_UNDER_WAY: u32 = 3;
 
 /// Waits for room for the next chunk.
@@ -294,7 +294,7 @@ const PIECE_BYTES: u32 = PIECE_TOKENS * HEAD_DIM;
 const PIECES: u32 = PAGE_TOKENS / PIECE_TOKENS;
 
 /// Starts the copies of a page's keys or values of a head, which begin at this `row` of a layer: each lane copies one
-/// piece. Few blocks read them again in this step, so they are the first to leave L2: what blocks exchange stays there
+/// piece. Few CTAs read them again in this step, so they are the first to leave L2: what CTAs exchange stays there
 /// instead.
 ///
 /// # Safety
@@ -316,11 +316,11 @@ unsafe fn fill(ring: &Ring, pages: Global<TensorMap>, row: u32, layer: u32) {
     }
 }
 
-/// The producer: one warp walks every wave, and before each output projection the block's units of attention.
+/// The producer: one warp walks every wave, and before each output projection the CTA's units of attention.
 ///
 /// # Safety
-/// All lanes of one warp call it, once, when the block has synchronised. `one_row` says whether the step has one row,
-/// and consumers run it as `ONE`.
+/// All lanes of one warp call it, once, when the CTA has synchronised. `one_row` says whether the step has one row, and
+/// consumers run it as `ONE`.
 #[device]
 pub unsafe fn produce<
     F: WeightFormat,
@@ -367,7 +367,7 @@ pub unsafe fn produce<
     }
 }
 
-/// Fills the ring with the block's part of a matrix.
+/// Fills the ring with the CTA's part of a matrix.
 ///
 /// # Safety
 /// `walk` has come to the matrix, and the ring is as the matrix before it left it.
@@ -409,11 +409,11 @@ unsafe fn produce_matrix<F: WeightFormat, const SHORT: bool>(
     }
 }
 
-/// Fills the ring with the block's shares: for each, the keys of the split's pages, then their values. What this step
+/// Fills the ring with the CTA's shares: for each, the keys of the split's pages, then their values. What this step
 /// adds is not in the cache yet: consumers put it into the ring.
 ///
 /// # Safety
-/// `units` are the block's, none of which was taken; `layer` is below the number of layers.
+/// `units` are the CTA's, none of which was taken; `layer` is below the number of layers.
 #[device]
 unsafe fn produce_cache<const ROWS: u8, const ATTENTION: u8, const SHORT: bool>(
     p: &DecodeStep,

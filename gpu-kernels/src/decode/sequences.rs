@@ -2,14 +2,14 @@
 //! consecutive positions.
 //!
 //! A unit is a tile of a sequence's rows against a split of one key-value head of that sequence. Units are assigned by
-//! sequence, then key-value head, then split, then tile, so that a block's consecutive units share keys and values, or
-//! come from consecutive splits. Where there are about as many heads as blocks, a block takes whole heads and adds
-//! their splits itself.
+//! sequence, then key-value head, then split, then tile, so that a CTA's consecutive units share keys and values, or
+//! come from consecutive splits. Where there are about as many heads as CTAs, a CTA takes whole heads and adds their
+//! splits itself.
 //!
 //! # Safety
 //! `p` is the parameter block of a step of several sequences. [`bring`] comes first. Everything else that is unsafe
-//! here reads what `bring` left: the lanes of its warp may call it at once, all others once the block has synchronised.
-//! A row is below the step's rows, `rows` is how many these are, and `tile_rows` is at least 1.
+//! here reads what `bring` left: the lanes of its warp may call it at once, all others once the CTA has synchronised. A
+//! row is below the step's rows, `rows` is how many these are, and `tile_rows` is at least 1.
 
 use cuda_std::{device, shared, thread, warp};
 
@@ -23,7 +23,7 @@ use crate::step::MAX_DECODE_ROWS;
 /// the largest position.
 ///
 /// # Safety
-/// All lanes of a warp call it, before the block synchronises. `count` is the step's rows, 1 to [`MAX_DECODE_ROWS`].
+/// All lanes of a warp call it, before the CTA synchronises. `count` is the step's rows, 1 to [`MAX_DECODE_ROWS`].
 #[device]
 pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
     // SAFETY: the caller's word.
@@ -37,7 +37,7 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) -> u32 {
         let before = warp::shuffle_up(sequence, 1);
         let begins = warp::ballot(row == 0 || row >= count || sequence != before);
         if row < count {
-            // There are more lanes than rows, and the first lane without a row counts as a beginning.
+            // There are more lanes than rows, and lanes without a row count as beginnings.
             let end = row + 1 + (begins >> (row + 1)).trailing_zeros();
             shared::dynamic::<[u32; 2]>(PATHS).store(row as usize, [last, end]);
         }

@@ -1,11 +1,11 @@
-//! The decode kernels for cards whose blocks have less shared memory than Hopper's: 99 KiB from compute capability
-//! 12.0 on, where the ring has [4 stages](super::SHORT_STAGES) instead of 12.
+//! The decode kernels for cards whose CTAs have less shared memory than Hopper's: 99 KiB from compute capability 12.0
+//! on, where the ring has [4 stages](super::SHORT_STAGES) instead of 12.
 //!
-//! A split's keys fill the ring. Consumers weigh them and release their stages, and the split's values come into the
-//! same stages. For tiles that are not weighed together the keys come again, from L2.
+//! A split's keys fill the ring. Consumers compute scores from them and release the stages, and the split's values come
+//! into the same stages. For tiles that are not scored together the keys are copied again, from L2.
 //!
-//! A barrier only tells two successive phases apart, so no warp may skip a whole turn of the ring. Every warp therefore
-//! reads every chunk of a GEMM, as it does for several rows, and one row runs like several.
+//! A barrier tells only two successive phases apart, so no warp may skip the ring once around. Every warp therefore
+//! reads every chunk of a GEMM, whatever the number of rows, and one row runs like several.
 //!
 //! # Safety
 //! As for all [decode kernels](super), with [`SHORT_SHARED_BYTES`](super::SHORT_SHARED_BYTES).
@@ -18,8 +18,7 @@ use cuda_std::device;
 /// Runs a step of any number of rows.
 #[device]
 unsafe fn decode<F: FragmentFormat, const ROWS: u8>(p: &DecodeStep) {
-    // A stage in which fragments are made must be read by one half of the block alone; here both halves read every
-    // stage.
+    // A stage in which fragments are made must be read by one half of the CTA alone; here both halves read every stage.
     const { assert!(!F::IN_PLACE) };
     // SAFETY: the caller's word.
     unsafe {

@@ -1,13 +1,13 @@
 //! Attention of a step whose rows are a [tree](crate::tree).
 //!
-//! All rows meet the same keys from before the step. Behind the root, each row meets the keys of its own path, in the
-//! columns of their positions. A score is the same in any column. So scores against all of the step's keys are found
-//! once, and each row's are put where they belong. Sums of values do depend on the columns. So a tile's rows are taken
-//! one after another, each with its own values.
+//! All rows see the same keys from before the step. After the root, each row sees the keys of its own path, in the
+//! columns of their positions. A score is the same in any column: so scores against all of the step's keys are computed
+//! once, and each row's are moved to its columns. A sum of values depends on the order of its columns: so the rows of a
+//! tile are taken one after another, each with its own values.
 //!
 //! # Safety
 //! `p` is the parameter block of a step whose rows may be a tree, all slots of which are in one split. [`bring`] comes
-//! first, before the block synchronises. All lanes of a consumer warp call everything else that is unsafe here, for a
+//! first, before the CTA synchronises. All lanes of a consumer warp call everything else that is unsafe here, for a
 //! share whose pages are the ring's next stages. The pages that are read were waited for, the step's own keys and
 //! values are in them, and nobody releases them meanwhile. A row is below the step's rows.
 
@@ -28,7 +28,7 @@ use crate::tree::Path;
 /// Brings the rows' paths into shared memory, by the lanes of a warp.
 ///
 /// # Safety
-/// All lanes of a warp may call it, before the block synchronises. `count` is the step's rows.
+/// All lanes of a warp may call it, before the CTA synchronises. `count` is the step's rows.
 #[device]
 pub unsafe fn bring(p: &DecodeStep, count: u32) {
     // SAFETY: the caller's word.
@@ -43,7 +43,7 @@ pub unsafe fn bring(p: &DecodeStep, count: u32) {
 /// The path to a row.
 ///
 /// # Safety
-/// The row is below the step's rows, whose paths were [brought](bring), and the block has synchronised since.
+/// The row is below the step's rows, whose paths were [brought](bring), and the CTA has synchronised since.
 #[device]
 pub unsafe fn path(row: u32) -> Path {
     // SAFETY: the caller's word: written before the roles parted.
@@ -85,13 +85,13 @@ impl PairRows {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// Whether a split has positions behind the root's.
+    /// Whether a split has positions after the root's.
     #[device]
     pub fn has_paths(&self, split: u32) -> bool {
         (split + 1) * SPLIT > self.first_position() + 1
     }
 
-    /// The first window of a split in which keys may differ from row to row: the one with the position behind the
+    /// The first window of a split in which keys may differ from row to row: the one that has the position after the
     /// root's. A window has [`WARP_KEYS`] keys.
     #[device]
     pub fn apart(&self, split: u32) -> u32 {

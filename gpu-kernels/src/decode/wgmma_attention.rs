@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! warpgroup w   S[64 pairs, 128 keys]  = Q · Kᵀ    of pages 2 w and 2 w + 1 of the split
-//!               P = exp2(S − max), for each 32 keys a maximum; where the page's keys were, which nobody reads again
+//!               P = exp2(S − max), a maximum for each 32 keys; stored over the page's keys, which are no longer read
 //! both synchronise
 //! warpgroup w   O[64 pairs, 64 dims]  += P · V     of all keys, 32 at a time; dimensions from 64 w on
 //! ```
@@ -48,7 +48,7 @@ const HALF_BYTES: u32 = ALL_PAIRS * ROW_BYTES;
 const SCALES: u32 = ALL_PAIRS * WINDOWS * 4;
 // Queries lie as the keys of a page do.
 const _: () = assert!(2 * HALF_BYTES == QUERY_BYTES && ALL_PAIRS * QUERY == QUERY_BYTES && ALL_PAIRS == PAGE_TOKENS);
-// There are two places for them, since one warpgroup may be a share ahead.
+// There are two places for maxima and normalisers, since one warpgroup may be a share ahead.
 const _: () = assert!(QUERY_BYTES + 2 * 2 * SCALES <= SCRATCH_BYTES);
 
 /// Runs a step in a long context.

@@ -31,7 +31,7 @@ pub struct QuantizeRows {
 }
 
 impl QuantizeRows {
-    /// Rows of a block.
+    /// Rows of a CTA.
     pub const ROWS: u32 = THREADS / LANES;
 }
 
@@ -42,7 +42,7 @@ pub unsafe fn quantize_rows(p: QuantizeRows) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         dependent_launch::allow_next();
-        // A block takes the same group of all of its rows: then neighbouring lanes write neighbouring scales.
+        // A CTA takes the same group of all of its rows: then neighbouring lanes write neighbouring scales.
         let (group, lane) = (thread::block_idx_x(), thread::thread_idx_x() % LANES);
         let row = p.first_row + thread::block_idx_y() * QuantizeRows::ROWS + thread::thread_idx_x() / LANES;
         let is_there = row < p.m && group * GROUP < p.k;

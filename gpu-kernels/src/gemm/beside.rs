@@ -6,11 +6,11 @@ use cuda_std::{GlobalMut, bulk, dependent_launch, device, thread};
 use crate::waiting;
 
 /// Orders two launches of one GEMM that run side by side, each with features of its own. The first launch waits for the
-/// launches ahead; its first block then writes a word to memory. The second launch is enqueued behind the first, but
+/// launches ahead; its first CTA then writes a word to memory. The second launch is enqueued behind the first, but
 /// begins early: it waits for that word instead of the first launch's end. It ends after the first.
 ///
-/// No block waits for one that may not fit on an SM. The second launch begins when all blocks of the first have begun;
-/// the launches behind it begin when all blocks of the second have begun.
+/// No CTA waits for one that may have no SM yet. The second launch begins when all CTAs of the first run; the launches
+/// after it begin when all CTAs of the second run.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Beside {
@@ -40,7 +40,7 @@ impl Beside {
         }
     }
 
-    /// The first launch lets the second go on. One lane of each block calls it, after it has waited.
+    /// The first launch lets the second go on. One lane of each CTA calls it, after it has waited.
     ///
     /// # Safety
     /// As [`wait`](Self::wait).
@@ -52,7 +52,7 @@ impl Beside {
         }
     }
 
-    /// The second launch waits for the end of the first. One lane of each block calls it, at the block's own end.
+    /// The second launch waits for the end of the first. One lane of each CTA calls it, at the CTA's own end.
     #[device]
     pub fn end(&self) {
         if self.second != 0 {

@@ -103,9 +103,9 @@ struct StageScales {
 }
 
 impl StageScales {
-    /// Multiplies the scales of rows and weights, and releases the stage: `[row][which of the two of weights]`. The
-    /// products are computed before the release, so the scales have been read by then. They are not computed sooner, to
-    /// hide the latency of the loads.
+    /// Releases the stage, and returns the products of row and weight scales, `[row][which weight scale]`. They are
+    /// computed before the release, so the scales have been read by then; but no sooner, to hide the latency of the
+    /// loads.
     ///
     /// # Safety
     /// All lanes of the warp call it, once for each stage. These are the stage's, and the MMAs that read it are done.
@@ -233,8 +233,8 @@ unsafe fn skip(ring: &mut Ring, mut stages: u32) {
     }
 }
 
-/// The operands of a tile that `SHARERS` neighbouring blocks take. If there are two, each multiplies half of the rows:
-/// a warpgroup that has the tensor cores to itself takes less time.
+/// The operands of a tile that `SHARERS` neighbouring CTAs take. If there are two, each multiplies half of the rows: a
+/// warpgroup that has the tensor cores to itself takes less time.
 #[derive(Clone, Copy)]
 struct SharedBy<const SHARERS: u32>(E4m3);
 
@@ -294,8 +294,8 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
                     ring = ring.of_lane(0);
                     operands.tile::<E>(&mut ring, p.slices());
                 } else {
-                    // There are no rows for this warpgroup, or another block has them. It leaves the tensor cores to
-                    // the other warpgroup.
+                    // There are no rows for this warpgroup, or another CTA has them. It leaves the tensor cores to the
+                    // other warpgroup.
                     skip(&mut ring, p.slices());
                 }
                 let ahead = E::ahead::<128>(p, &half, inside, early);
@@ -310,10 +310,10 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
     }
 }
 
-/// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows, each of which `SHARERS` blocks share.
+/// A GEMM of e4m3 with an epilogue, in tiles of 128 weight rows, each of which `SHARERS` CTAs share.
 ///
 /// # Safety
-/// As the parameter block says. All threads of every block call it.
+/// As the parameter block says. All threads of every CTA call it.
 #[device]
 pub unsafe fn gemm_e4m3<E: Epilogue, const SHARERS: u32>(p: &GemmE4m3) {
     // SAFETY: the caller's word.

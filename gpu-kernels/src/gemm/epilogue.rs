@@ -1,9 +1,9 @@
 //! Epilogues: what a GEMM does with a tile's sums.
 //!
 //! # Safety
-//! What is here is called in a GEMM, by whole warpgroups 0 and 1 of its blocks. `p` is the launch's parameter block,
-//! and memory is as that says, with room for whole tiles of rows. A [`Half`] is of one of the block's tiles, whose rows
-//! and columns its warpgroup alone writes. The warpgroup has the half's staging memory and barrier to itself.
+//! What is here is called in a GEMM, by whole warpgroups 0 and 1 of its CTAs. `p` is the launch's parameter block, and
+//! memory is as that says, with room for whole tiles of rows. A [`Half`] is of one of the CTA's tiles, whose rows and
+//! columns its warpgroup alone writes. The warpgroup has the half's staging memory and barrier to itself.
 
 use cuda_std::bulk;
 use cuda_std::shared::Shared;
@@ -119,8 +119,8 @@ impl Half {
     #[device]
     unsafe fn store_box(&mut self, out: Global<TensorMap>, b: u32) {
         bulk::fence_proxy_async();
-        // TMA has read the box before by now, or will soon. Lanes that store nothing wait for nothing here. They are
-        // not excepted, since a branch would keep the main loop's operand descriptors out of uniform registers.
+        // TMA has read the previous box by now, or soon will have. Lanes that store nothing have nothing to wait for.
+        // There is no branch for them: it would keep the main loop's operand descriptors out of uniform registers.
         bulk::wait_read::<0>();
         thread::sync_named(self.barrier, GROUP);
         // SAFETY: the caller's word.
@@ -137,7 +137,7 @@ pub type BoxWords = [[u32; 4]; 4];
 pub trait Epilogue {
     /// Whether half of a tile's weight rows are gates, and half their ups.
     const GATED: bool;
-    /// Whether a block takes two tiles side by side, one after the other.
+    /// Whether a CTA takes two tiles side by side, one after the other.
     const IN_PAIRS: bool = false;
     /// What [`early`](Self::early) loads.
     type Early: Copy;
@@ -164,7 +164,7 @@ pub trait Epilogue {
     /// As for [`ahead`](Self::ahead), of the same tile, whose sums the accumulators hold.
     unsafe fn finish<const N: u32>(p: &Gemm, half: &mut Half, ahead: Self::Ahead, next: &mut impl Next);
 
-    /// Whether [`finish_last`](Self::finish_last) finishes a block's last tile.
+    /// Whether [`finish_last`](Self::finish_last) finishes a CTA's last tile.
     const LAST_APART: bool = false;
 
     /// As [`finish`](Self::finish), for a tile that no other follows.

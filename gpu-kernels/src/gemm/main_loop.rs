@@ -41,8 +41,7 @@ unsafe fn multiply<const WIDTH: u32>(ring: &Ring, x: Operand, weight: Cores, fir
     }
 }
 
-/// Releases a stage in every block of the cluster whose copies also land here: lane `i` of the warpgroup tells block
-/// `i`.
+/// Releases a stage in every CTA of the cluster whose copies also land here: lane `i` of the warpgroup tells CTA `i`.
 ///
 /// # Safety
 /// The warpgroup has waited for the stage, and its MMAs that read it are done.
@@ -213,7 +212,7 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
-    /// Multiplies the tile's last split-K partial. The tile's sums are in the accumulators then.
+    /// Multiplies the tile's last split-K partial. Afterwards the accumulators hold the tile's sums.
     ///
     /// # Safety
     /// All split-K partials of the tile but the last are among its totals, and none is under way.
@@ -314,7 +313,7 @@ pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u
             return;
         }
         products.begin();
-        // There is a first tile, but the compiler does not know that. This return tells it, and saves registers.
+        // There is a first tile. This return, which is never taken, tells the compiler so, and saves registers.
         if products.at.is_none() {
             wgmma::wait::<0>();
             return;
@@ -352,7 +351,7 @@ pub unsafe fn consume<E: Epilogue, const N: u32, const WIDTH: u32, const DOWN: u
                 return;
             }
             if N == 192 {
-                // A block takes one tile.
+                // A CTA takes one tile.
                 if inside {
                     E::finish::<WIDTH>(p, &mut half, ahead, &mut ());
                 }

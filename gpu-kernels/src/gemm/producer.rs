@@ -23,11 +23,11 @@ const fn slice_after<I: Inputs>(slice: u32, slices: u32) -> u32 {
     }
 }
 
-/// One lane keeps the ring full. Its block is at `down` and `across` in its cluster.
+/// One lane keeps the ring full. Its CTA is at `down` and `across` in its cluster.
 ///
 /// # Safety
-/// One lane of the block calls it, once. `inputs` are of the launch, `tiles` those that the block's warpgroups take,
-/// and `down` and `across` are the block's place in its cluster, `[0, 0]` without one.
+/// One lane of the CTA calls it, once. `inputs` are of the launch, `tiles` those that the CTA's warpgroups take, and
+/// `down` and `across` are the CTA's place in its cluster, `[0, 0]` without one.
 #[device]
 pub unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const ACROSS: u32>(
     p: &Gemm,
@@ -50,8 +50,8 @@ pub unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, con
         let weights_of = |column: u32| {
             [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, n_tile_of(column, more)))
         };
-        // Blocks one above the other share weights, and blocks side by side share rows: they take turns to load for all
-        // of them.
+        // CTAs one above the other share weights, and CTAs side by side share rows: they take turns to load for all of
+        // them.
         let load_weights = |ring: &Ring, weights: &[Slices; 2], step: u32, slice: u32| {
             let full = ring.full();
             full.arrive_expect_tx(I::ring(N).bytes - I::TAIL_BYTES + I::COPIED);

@@ -1,4 +1,4 @@
-//! The tiles that a block takes, and their order.
+//! The tiles that a CTA takes, and their order.
 
 use core::marker::PhantomData;
 
@@ -7,21 +7,21 @@ use cuda_std::thread;
 
 use super::epilogue::Epilogue;
 
-/// Iterates over the tiles of a block. `gemm_of` makes it, and has the launcher's word for a band of at least one row
-/// of tiles.
+/// Iterates over the tiles of a CTA. `gemm_of` makes it, and has the launcher's word for a band of at least one row of
+/// tiles.
 #[derive(Clone, Copy)]
 pub struct Tiles {
     pub band: u32,
-    /// Blocks that take neighbouring tiles: how many one above the other, and how many side by side.
+    /// CTAs that take neighbouring tiles: how many one above the other, and how many side by side.
     pub together: [u32; 2],
     /// Tiles taken so far.
     pub taken: u32,
     /// The first row and feature of all tiles, and their ends.
     pub first: [u32; 2],
     pub end: [u32; 2],
-    /// Rows and features from the tile of one such block to the next block's.
+    /// Rows and features from the tile of one such CTA to the next CTA's.
     pub apart: [u32; 2],
-    /// Rows and features of what these blocks take together in one turn.
+    /// Rows and features of what these CTAs take together in one turn.
     pub size: [u32; 2],
 }
 
@@ -55,7 +55,7 @@ impl Iterator for Tiles {
     }
 }
 
-/// Tiles in the order of a block's work. Where an epilogue takes two side by side, they come one after the other.
+/// Tiles in the order of a CTA's work. Where an epilogue takes two side by side, they come one after the other.
 pub struct InOrder<E> {
     tiles: Tiles,
     /// The second tile of a pair, if it comes next.

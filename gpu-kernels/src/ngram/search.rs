@@ -29,20 +29,20 @@ pub fn key(missing: u32, place: u32) -> u64 {
     (missing as u64) << 32 | place as u64
 }
 
-/// The best key of each sequence so far: in device memory, or in shared memory when there is one block.
+/// The best key of each sequence so far: in device memory, or in shared memory when there is one CTA.
 #[derive(Clone, Copy)]
 pub struct Keys {
     global: GlobalMut<u64>,
     shared: Shared<u64>,
-    /// The launch is one block, and the batch has room in its shared memory.
+    /// The launch is one CTA, and the batch has room in its shared memory.
     pub(super) alone: bool,
 }
 
 impl Keys {
-    /// The keys of this launch. All threads of the block must call it.
+    /// The keys of this launch. All threads of the CTA must call it.
     ///
     /// # Safety
-    /// All threads of the block call it, [`THREADS`] of them, with the operators' shared memory.
+    /// All threads of the CTA call it, [`THREADS`] of them, with the operators' shared memory.
     #[device]
     pub(super) unsafe fn new<T: Token>(s: &Sequences<T>) -> Self {
         // SAFETY: the caller's word.
@@ -57,7 +57,7 @@ impl Keys {
         }
     }
 
-    /// The key of a block that has a sequence to itself: number 0, in the first word of shared memory. All threads that
+    /// The key of a CTA that has a sequence to itself: number 0, in the first word of shared memory. All threads that
     /// search must call it; they synchronise in `sync`.
     ///
     /// # Safety
@@ -78,7 +78,7 @@ impl Keys {
     /// The keys in device memory that another launch left.
     ///
     /// # Safety
-    /// The workspace is live, and a block has its shared memory.
+    /// The workspace is live, and a CTA has its shared memory.
     #[device]
     pub unsafe fn left_behind<T: Token>(s: &Sequences<T>) -> Self {
         // SAFETY: the caller's word.
@@ -242,7 +242,7 @@ impl<T: Token> Span<T> {
     }
 }
 
-/// One of two spans, chosen field by field: the compiler would choose between their addresses.
+/// One of two spans, chosen field by field: otherwise the compiler would choose between addresses in local memory.
 #[device]
 fn either<T: Token>(first: bool, a: Span<T>, b: Span<T>) -> Span<T> {
     let at = |span: Span<T>| span.first.addr();
@@ -542,11 +542,11 @@ fn ceil_log2(v: u32) -> u32 {
     32 - v.saturating_sub(1).leading_zeros()
 }
 
-/// This block's part of the search: parts of sequences go to the blocks in turn, and in a block to its warps, so that
-/// few parts are spread over many SMs.
+/// This CTA's part of the search: parts of sequences go to the CTAs in turn, and in a CTA to its warps, so that few
+/// parts are spread over many SMs.
 ///
 /// # Safety
-/// The whole grid calls it, blocks of [`THREADS`]. `keys` is what [`Keys::new`] has made in the block.
+/// The whole grid calls it, CTAs of [`THREADS`]. `keys` is what [`Keys::new`] has made in the CTA.
 #[device]
 pub(super) unsafe fn search<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     let s = operator.sequences();

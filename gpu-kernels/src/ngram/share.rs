@@ -1,7 +1,7 @@
-//! The last block's work: who gets how much of the budget, and the copy of the drafts.
+//! The last CTA's work: who gets how much of the budget, and the copy of the drafts.
 //!
 //! # Safety
-//! An operator, or `s`, is of a launch's parameter block, whose arrays are as it says. Whole blocks of [`THREADS`] call
+//! An operator, or `s`, is of a launch's parameter block, whose arrays are as it says. Whole CTAs of [`THREADS`] call
 //! these functions, with the operators' shared memory; `keys` are those of the launch, or those that another one left.
 //! Sequences' outputs are written when nobody reads them as inputs any more.
 
@@ -16,10 +16,10 @@ const COPIERS: u32 = 16;
 /// Sequences for which a group of that many lanes copies at a time.
 const COPIES: u32 = 4;
 
-/// Whether this block is the last of the launch to come here. Then all that the others wrote before is visible.
+/// Whether this CTA is the last of the launch to come here. Then all that the others wrote before is visible.
 ///
 /// # Safety
-/// All blocks of the launch call it, once, each when it has searched.
+/// All CTAs of the launch call it, once, each when it has searched.
 #[device]
 pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) -> bool {
     // SAFETY: the caller's word.
@@ -32,8 +32,8 @@ pub(super) unsafe fn is_last_block<T: Token, O: Operator<T>>(operator: &O, keys:
         if thread::thread_idx_x() == 0 {
             let blocks = thread::grid_dim_x() * thread::grid_dim_y();
             let finished = operator.sequences().finished_blocks();
-            // Releases what the block did before the barrier, acquires what the others released. The count begins at
-            // -1, with which the workspace is filled.
+            // Releases what the CTA did before the barrier, acquires what the others released. The count begins at -1,
+            // with which the workspace is filled.
             let before = atomic::fetch_add(finished, 0, 1u32, Ordering::AcqRel, Scope::Device);
             let is_last = before.wrapping_add(2) == blocks;
             if is_last {
@@ -83,7 +83,7 @@ impl Wish {
 /// The wish of sequence `b`; if there is no such sequence, a wish for nothing.
 ///
 /// # Safety
-/// All keys are final: every block has searched.
+/// All keys are final: every CTA has searched.
 #[device]
 unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -> Wish {
     // SAFETY: the caller's word.
@@ -123,10 +123,10 @@ pub fn grant(cap: u32, room: i64) -> u32 {
     if room >= 2 { (cap as i64).min(room) as u32 } else { 0 }
 }
 
-/// Shares out the budget and copies the drafts: one block. The keys are put back.
+/// Shares out the budget and copies the drafts: one CTA. The keys are put back.
 ///
 /// # Safety
-/// As the operator's parameter block says; the block has [`THREADS`], and the operator's shared memory.
+/// As the operator's parameter block says; the CTA has [`THREADS`], and the operator's shared memory.
 #[device]
 pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
     // SAFETY: the caller's word.
@@ -258,7 +258,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
 /// for several sequences at a time, so that their loads do not wait for each other.
 ///
 /// # Safety
-/// The block's threads have left the chunk's drafts in shared memory, and synchronised.
+/// The CTA's threads have left the chunk's drafts in shared memory, and synchronised.
 #[device]
 unsafe fn copy<T: Token, O: Operator<T>>(operator: &O, chunk: u32) {
     // SAFETY: the caller's word.

@@ -1,31 +1,30 @@
-//! A block for each sequence, for batches and texts so small that the time of a call is that of its waits.
+//! A CTA for each sequence, for batches and texts so small that the time of a call is that of its waits.
 //!
-//! The blocks of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find out which block is
-//! last. Then the last block loads again what it has to know, and tokens that other SMs have read. Each of these is a
-//! round trip to L2. Here a sequence stays in its block, whose warps share its tiles, and blocks tell each other one
-//! thing:
+//! The CTAs of [`mod@super`]'s launch meet twice: to agree on each sequence's key, and to find out which CTA is last.
+//! Then the last CTA loads again what it has to know, and tokens that other SMs have read. Each of these is a round
+//! trip to L2. Here a sequence stays in its CTA, whose warps share its tiles, and CTAs tell each other one thing:
 //!
 //! ```text
-//! block b   first tiles ─┐
+//! CTA b     first tiles ─┐
 //!           facts ───────┴► search ► cap[b], fixed[b] ─► its slot in device memory
 //!                                                            │
 //!           slots 0 … b − 1, as soon as they are written ◄───┘
-//!             └► room of b (a sum, see the module's text) ► rows[b], drafts, from lines that this block has read
+//!             └► room of b (a sum, see the module's text) ► rows[b], drafts, from lines that this CTA has read
 //! ```
 //!
 //! *What is not waited for.* The first tile of each warp is loaded before the sequence's lengths are known: where it
 //! lies follows from the strides.
 //!
 //! *Slots.* A slot is two words, each of 63 bits and a tag. A launch flips the tag of every slot, also of those beyond
-//! the batch. So between launches all slots have the same tag, each block learns it from its own slot, and nothing has
-//! to be reset. A word is read and written as a whole and contains all that it tells, so no fence is needed.
+//! the batch. So between launches all slots have the same tag, each CTA learns it from its own slot, and nothing has to
+//! be reset. A word is read and written as a whole and contains all that it tells, so no fence is needed.
 //!
-//! *Progress.* A block waits only for blocks of lower index. Blocks start in that order, or all together in a
-//! cooperative launch.
+//! *Progress.* A CTA waits only for CTAs of lower index. CTAs start in that order, or all together in a cooperative
+//! launch.
 //!
 //! # Safety
-//! An operator is a launch's parameter block, whose arrays are as it says. The grid has a block for each sequence, at
-//! most [`TOGETHER`]; blocks start in order, or all at once.
+//! An operator is a launch's parameter block, whose arrays are as it says. The grid has a CTA for each sequence, at
+//! most [`TOGETHER`]; CTAs start in order, or all at once.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, device, thread, warp};
@@ -34,9 +33,9 @@ use super::search::{Ahead, Keys, Units, search_part, texts};
 use super::share::{Wish, grant};
 use super::{Operator, TOGETHER, Token};
 
-/// Threads of a block. The kernels take any power of two of warps.
+/// Threads of a CTA. The kernels take any power of two of warps.
 pub const THREADS: u32 = 512;
-/// Shared memory of a block, in bytes: the key.
+/// Shared memory of a CTA, in bytes: the key.
 pub const SHARED_BYTES: u32 = 8;
 
 /// Slots that a lane reads.
@@ -66,7 +65,7 @@ unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
     }
 }
 
-/// The whole operator: a block a sequence, of [`THREADS`].
+/// The whole operator: a CTA a sequence, of [`THREADS`].
 ///
 /// # Safety
 /// As the operator's parameter block says.
@@ -88,13 +87,13 @@ pub(crate) struct Drafted<T> {
     pub(crate) token: T,
 }
 
-/// [`draft`] by the first `warps` warps of a block, a power of two, which synchronise in `sync`. `ahead` gives the
-/// tiles that were loaded ahead. The first warp gets what it has written, as far as one draft for each lane; the others
-/// get `None`.
+/// [`draft`] by the first `warps` warps of a CTA, a power of two, which synchronise in `sync`. `ahead` gives the tiles
+/// that were loaded ahead. The first warp gets what it has written, as far as one draft for each lane; the others get
+/// `None`.
 ///
 /// # Safety
-/// The first `warps` warps of each block call it, whole, and no other; `sync` is a barrier of these. The first 8 bytes
-/// of dynamic shared memory are theirs. What `ahead` gives is the tile of the warp's part that it is asked for.
+/// The first `warps` warps of each CTA call it, whole, and no other; `sync` is a barrier of these. The first 8 bytes of
+/// dynamic shared memory are theirs. What `ahead` gives is the tile of the warp's part that it is asked for.
 #[device]
 pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
     operator: &O,
@@ -169,7 +168,7 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
             }
         }
         if warp::any(negative) {
-            // Walks the sequences in order, as the last block of the other launch does.
+            // Walks the sequences in order, as the last CTA of the other launch does.
             let mut i = 0;
             while i < block {
                 let [cap, fixed] = slot(slots, i);

@@ -88,10 +88,10 @@ pub(crate) trait Weight: Copy {
     /// What these logits weigh.
     fn of<const N: usize>(self, logits: &[f32; N]) -> [u64; N];
 
-    /// Adds a weight to a bin of the block's histogram. The words of a bin lie `BINS` apart.
+    /// Adds a weight to a bin of the CTA's histogram. The words of a bin lie `BINS` apart.
     ///
     /// # Safety
-    /// `bins` are the block's, and `bin` is below [`BINS`].
+    /// `bins` are the CTA's, and `bin` is below [`BINS`].
     unsafe fn add(bins: Shared<u32>, bin: u32, weight: u64);
 
     /// A bin's sum.
@@ -102,7 +102,7 @@ pub(crate) trait Weight: Copy {
 }
 
 /// # Safety
-/// `bins` are the block's, with this word, and `bin` is below [`BINS`].
+/// `bins` are the CTA's, with this word, and `bin` is below [`BINS`].
 #[device]
 unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
     // SAFETY: the caller's word.
@@ -259,8 +259,7 @@ pub(crate) unsafe fn select<W: Weight>(
     }
 }
 
-/// The block's histogram of the ranks from `low` to `high`, the highest ranks first. Returns this thread's [`OWN`]
-/// bins.
+/// The CTA's histogram of the ranks from `low` to `high`, the highest ranks first. Returns this thread's [`OWN`] bins.
 ///
 /// # Safety
 /// `low` is at most `high`, and `high - low`, shifted, below [`BINS`].

@@ -309,7 +309,7 @@ impl Team {
     }
 }
 
-/// The largest `v` over the block, known to every thread.
+/// The largest `v` over the CTA, known to every thread.
 #[device]
 pub(crate) unsafe fn block_max(mut v: u64) -> u64 {
     // SAFETY: the caller's word.
@@ -334,7 +334,7 @@ pub(crate) unsafe fn block_max(mut v: u64) -> u64 {
     }
 }
 
-/// The sum of `v` over the block, known to every thread.
+/// The sum of `v` over the CTA, known to every thread.
 #[device]
 pub(super) unsafe fn block_total(v: u64) -> u64 {
     // SAFETY: the caller's word.

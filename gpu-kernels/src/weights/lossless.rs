@@ -155,7 +155,7 @@ struct Place<const N: usize> {
 
 impl<const N: usize> Place<N> {
     /// Unpacks the slices into fragments. Upper bytes pass through the place of the lower ones, so nobody else may read
-    /// these. `beside` is called with the numbers from 0 to 7 in turn, as in [`FragmentFormat::load`].
+    /// these. With two slices `beside` is called with the numbers from 0 to 7, as in [`FragmentFormat::load`].
     ///
     /// # Safety
     /// All lanes of the warp call it, once. The slices and the list are complete, and no other warp reads or writes the

@@ -5,15 +5,14 @@
 //! int4 is a bf16, and so is its product with the zero. Or it is the sum of two bf16, `high + low`, of which `low` has
 //! so few bits that its product with a code is exact: scales in f16 are such sums.
 //!
-//! The table shows how a code is read as a bf16 `c`, what is computed from it, and which powers of two the stored
-//! factors have in them:
+//! A code's bits are read as a bf16 `c`, which has the code's value times a power of two. The inverse power is a part
+//! of the stored scale, `s`, `h` or `l` here:
 //!
 //! ```text
-//! int4           c = the code's bits as those of a bf16,   c × scale − zero × scale, of which 2^125 or 2^121, and
-//!                2^-133 or 2^-129 of it                    2^-8, are parts: a weight times 2^-8
-//! int4, f16      c = (code − zero) / 64, likewise          c × high + bf16(c × low), of which 64 is a part
-//! FP8            c = the code's bits as those of a bf16,   c × scale, of which 2^120 is a part
-//!                2^-120 of its value
+//! int4        c = code · 2^-133, in upper rows · 2^-129     weight · 2^-8 = c · s − z    s = scale · 2^125, or · 2^121
+//!                                                                                       z = zero · scale · 2^-8
+//! int4, f16   c = (code − zero) / 64                        weight = c · h + bf16(c · l)     h + l = scale · 64
+//! FP8         c = code · 2^-120                             weight = c · s               s = scale · 2^120
 //! ```
 //!
 //! # Layout
@@ -77,7 +76,7 @@ pub trait Code: Copy {
     const PARTS: u32;
     /// A scale is stored multiplied by this.
     const FACTOR: f32;
-    /// What [`decode`](Self::decode) makes has to be multiplied by this to be the weight: a power of two.
+    /// A weight is what [`decode`](Self::decode) makes, times this: a power of two.
     const UNIT: f32 = 1.0;
     /// Bytes of an N-tile's slice.
     const SLICE_BYTES: u32 = SLICE * N_TILE / 8 * Self::BITS;

@@ -53,7 +53,7 @@ use crate::device::{Device, Mapped, Marker, Timer};
 use crate::forward::Forward;
 use crate::masks::Masks;
 use crate::sampler::Sampler;
-use crate::tuning::{DRAFT_COST, first_guess};
+use crate::tuning::{DRAFT_COST, PackedFrom, first_guess};
 use crate::weights::DeviceWeights;
 
 /// Bytes to leave for the kernels of many sequences, in addition to weights and activations.
@@ -163,7 +163,8 @@ impl GpuBatch {
             tile: forward.tile_rows(),
         };
         let tier = sizes.host_pages(config, &options, pages)?;
-        let least = options.packed_pages.unwrap_or(device.capabilities().tuning().packed_pages);
+        let tuned = device.capabilities().tuning().packed_from;
+        let packed_from = options.packed_pages.map_or(tuned, |pages| PackedFrom { pages, mean: 0 });
         // If the user asks for a host tier, it is pinned at once. So it is on the emulator, so that every run is the
         // same.
         let is_there = options.swap_tokens.is_some() || device.is_emulator();
@@ -179,7 +180,7 @@ impl GpuBatch {
             widths,
             drafters: Drafters::new(options.draft),
             slots: vec![Running::default(); sizes.sequences],
-            packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, least)),
+            packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, packed_from)),
             upload: Upload::new(device, sizes.upload_words(pages, tier))?,
             uses: TokenUses::new(device, sizes.sequences, config.vocab_size, sizes.use_changes())?,
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,

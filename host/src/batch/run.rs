@@ -32,8 +32,8 @@ pub struct BatchOptions {
     pub draft: Option<Draft>,
     /// A step has drafts only while it has fewer rows than this.
     pub draft_rows: u32,
-    /// [Packing](gpu_kernels::packed) of pages begins when a step has to read this many full pages. 0: always;
-    /// `usize::MAX`: never.
+    /// [Packing](gpu_kernels::packed) of pages begins when a step has to read this many full pages, however long its
+    /// sequences are. 0: always; `usize::MAX`: never. None: as is fastest on the card.
     pub packed_pages: Option<usize>,
     /// How long a step waits for masks after the pass that they are for has ended. Then it goes on without the missing
     /// ones. By default a card does not wait. The emulator waits for all masks, because the same threads make them and

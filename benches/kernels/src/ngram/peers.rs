@@ -1,9 +1,9 @@
-//! The slower rungs of the ladder, kept to be read and to be measured against. They take two launches each, one block a
+//! The slower rungs of the ladder, kept to be read and to be measured against. They take two launches each, one CTA a
 //! sequence, and one pass over the texts for each pattern length.
 //!
 //! 1. *Plain*: [`ngram_windows_256_i64`] finds the windows with 256 threads a sequence. Then a single thread of
 //!    [`ngram_serial_share_i64`] walks the batch, shares out the budget and copies the drafts.
-//! 2. *Block scan*: [`ngram_windows_1024_i64`] finds the windows with 1,024 threads a sequence. Then one block of
+//! 2. *Block scan*: [`ngram_windows_1024_i64`] finds the windows with 1,024 threads a sequence. Then one CTA of
 //!    [`ngram_scan_share_i64`] shares out the budget by prefix sums, and copies with all its threads.
 //!
 //! The threads take the window starts of a pass in turn. A thread that finds a match lowers the leftmost start so far
@@ -22,7 +22,7 @@ use gpu_kernels::ngram::search::{Keys, NOTHING, Texts, key, texts};
 use gpu_kernels::ngram::share::{grant, share_out};
 use gpu_kernels::ngram::{NgramMatch, Operator, THREADS, Token};
 
-/// Threads of a block of the plain search.
+/// Threads of a CTA of the plain search.
 pub const PLAIN_THREADS: u32 = 256;
 /// Shared memory of the searching kernels. Those that share out take [`gpu_kernels::ngram::SHARED_BYTES`], or none for
 /// the serial one. Grid of a search: batch; of a sharing kernel: 1.
@@ -47,15 +47,15 @@ unsafe fn equals<T: Token>(t: &Texts<T>, in_prompt: bool, end: u32, n: u32) -> b
     true
 }
 
-/// Leaves the key of the best match for this block's sequence in the workspace.
+/// Leaves the key of the best match for this CTA's sequence in the workspace.
 ///
 /// # Safety
-/// The whole grid calls it: a block of so many `threads` for each sequence, with [`SEARCH_SHARED_BYTES`].
+/// The whole grid calls it: a CTA of so many `threads` for each sequence, with [`SEARCH_SHARED_BYTES`].
 #[device]
 unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
-    // SAFETY: the caller's word. An end is below `ends`, and has `n - 1` tokens before it. The whole block goes from
+    // SAFETY: the caller's word. An end is below `ends`, and has `n - 1` tokens before it. The whole CTA goes from
     // barrier to barrier together, between which the word in shared memory is either written by one thread, or changed
-    // by atomics, or read. The key is this block's own.
+    // by atomics, or read. The key is this CTA's own.
     unsafe {
         let b = thread::block_idx_x() as usize;
         let tid = thread::thread_idx_x();
@@ -120,7 +120,7 @@ unsafe fn find_windows<T: Token, O: Operator<T>>(operator: &O, threads: u32) {
 /// One thread walks the batch, shares out the budget and copies the drafts.
 ///
 /// # Safety
-/// The one block of a launch calls it, when [`find_windows`] has left the keys of the same operator.
+/// The one CTA of a launch calls it, when [`find_windows`] has left the keys of the same operator.
 #[device]
 unsafe fn share_in_order<T: Token, O: Operator<T>>(operator: &O) {
     if thread::thread_idx_x() != 0 {

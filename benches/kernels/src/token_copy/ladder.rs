@@ -8,14 +8,14 @@
 use cuda_std::{device, kernel, thread};
 use gpu_kernels::token_copy::{Index, MLA_UNITS, PAGE_UNITS, TokenCopy, UNIT_BYTES, copy, copy_record};
 
-/// Threads of a block of the kernels that give each record to one thread, or to one warp that stores each load before
-/// the next.
+/// Threads of a CTA of the kernels that give each record to one thread, or to one warp that stores each load before the
+/// next.
 pub const NARROW_THREADS: u32 = 256;
 
 /// One warp a record; each load is stored before the next.
 ///
 /// # Safety
-/// As the parameter block says. Whole blocks of [`NARROW_THREADS`] call it.
+/// As the parameter block says. Whole CTAs of [`NARROW_THREADS`] call it.
 #[device]
 unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
     // SAFETY: the caller's word. A pair is copied if both of its records are in their regions, whose units are aligned
@@ -47,7 +47,7 @@ unsafe fn copy_by_warps<I: Index>(p: &TokenCopy<I>) {
 /// One thread a record, 16 bytes or one byte at a time.
 ///
 /// # Safety
-/// As the parameter block says. Blocks of [`NARROW_THREADS`] call it. `BYTES` is 1 or [`UNIT_BYTES`].
+/// As the parameter block says. CTAs of [`NARROW_THREADS`] call it. `BYTES` is 1 or [`UNIT_BYTES`].
 #[device]
 unsafe fn copy_by_threads<I: Index, const BYTES: u32>(p: &TokenCopy<I>) {
     // SAFETY: the caller's word. A pair is copied if both of its records are in their regions, whose units are aligned

@@ -3,13 +3,12 @@
 //! A counting sort in three launches. `token_copy_count` counts the pairs in each bucket of neighbouring records, and
 //! keeps the rank of each pair in its bucket. `token_copy_scan` turns the counts into positions. `token_copy_scatter`
 //! writes each pair to its bucket's position plus its rank. Buckets are in order within a chunk of [`SCAN_CHUNK`]. The
-//! chunks are in the order in which their blocks came to add their sums: the copy needs no more order than that, and no
-//! block waits for another. Within a bucket, and so within a repeated record, pairs may come in any order.
+//! chunks are in the order in which their CTAs came to add their sums: the copy needs no more order than that, and no
+//! CTA waits for another. Within a bucket, and so within a repeated record, pairs may come in any order.
 //!
 //! # Safety
 //! A launch has memory and shared memory as its parameter block says. The three launches of a sort run one after
-//! another, with the same pairs and buckets, and nobody else writes these arrays meanwhile. Blocks have
-//! [`SORT_THREADS`].
+//! another, with the same pairs and buckets, and nobody else writes these arrays meanwhile. CTAs have [`SORT_THREADS`].
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, device, kernel, shared, thread, warp};
@@ -17,11 +16,11 @@ use gpu_kernels::unroll;
 
 use super::{Index, NONE, Pairs};
 
-/// Threads of a block of the kernels of this module: half of what an SM's registers allow, which leaves room for the
+/// Threads of a CTA of the kernels of this module: half of what an SM's registers allow, which leaves room for the
 /// kernels of other queues.
 pub const SORT_THREADS: u32 = 512;
 const WARPS: u32 = SORT_THREADS / 32;
-/// Counts that a block scans at a time, eight a thread; the number of counts is padded to a multiple of it.
+/// Counts that a CTA scans at a time, eight a thread; the number of counts is padded to a multiple of it.
 pub const SCAN_CHUNK: u32 = SORT_THREADS * 8;
 /// Dynamic shared memory of the scan: the warps' sums, and where the chunk begins.
 pub const SCAN_SHARED_BYTES: u32 = (WARPS + 1) * 4;
@@ -56,7 +55,7 @@ pub struct Sort<I> {
     pub by_destination: u32,
 }
 
-/// Parameters of [`token_copy_scan`]. Grid: any; more than a block for each [`SCAN_CHUNK`] is of no use. Shared memory:
+/// Parameters of [`token_copy_scan`]. Grid: any; more than a CTA for each [`SCAN_CHUNK`] is of no use. Shared memory:
 /// [`SCAN_SHARED_BYTES`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
@@ -202,7 +201,7 @@ fn positions(first: u32, counts: [u32; 4]) -> [u32; 4] {
 #[kernel(threads = 512, module = "bench")]
 pub unsafe fn token_copy_scan(p: Scan) {
     // SAFETY: the launcher's word: memory is as the parameter block says. A thread has eight counts of a chunk to
-    // itself. The whole block goes from barrier to barrier together, and there is one between each write of a word in
+    // itself. The whole CTA goes from barrier to barrier together, and there is one between each write of a word in
     // shared memory and the reads before and behind it.
     unsafe {
         let sums = shared::dynamic::<u32>(0);

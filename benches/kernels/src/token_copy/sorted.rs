@@ -11,7 +11,7 @@ use gpu_kernels::unroll;
 
 use super::{Index, MLA_UNITS, NONE, PAGE_UNITS, Regions, THREADS, UNIT_BYTES, copy_record};
 
-/// Threads of a block of the grouped copy. A warp has up to eight records in flight, so four warps on each of a few SMs
+/// Threads of a CTA of the grouped copy. A warp has up to eight records in flight, so four warps on each of a few SMs
 /// are enough, and most registers are left to the kernels of other queues.
 pub const GROUPED_THREADS: u32 = 128;
 /// Records of a group: eight times 656 bytes are 41 lines of 128 bytes; fewer records are not whole lines.
@@ -37,7 +37,7 @@ impl<I: Index> SortedCopy<I> {
     /// Calls `body` with the warp's next pairs, one in each lane, and their number, until there are no more.
     ///
     /// # Safety
-    /// As the parameter block says. Whole blocks of so many `warps` call it.
+    /// As the parameter block says. Whole CTAs of so many `warps` call it.
     #[device]
     unsafe fn for_each_32(&self, warps: u32, body: impl Fn(u32, u32, u32)) {
         // SAFETY: the caller's word.
@@ -59,7 +59,7 @@ impl<I: Index> SortedCopy<I> {
 /// 0 for any.
 ///
 /// # Safety
-/// As the parameter block says. Whole blocks of [`THREADS`] call it. `ROUNDS` of 32 units hold `UNITS`.
+/// As the parameter block says. Whole CTAs of [`THREADS`] call it. `ROUNDS` of 32 units hold `UNITS`.
 #[device]
 unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I>) {
     // SAFETY: the caller's word. The first `count` lanes have pairs, both of whose records are in their regions; these
@@ -111,7 +111,7 @@ unsafe fn copy<I: Index, const UNITS: u32, const ROUNDS: usize>(p: &SortedCopy<I
 /// the destination of the record's first pair, all records together; then to that of the second pair, and so on.
 ///
 /// # Safety
-/// As the parameter block says. Whole blocks of [`GROUPED_THREADS`] call it.
+/// As the parameter block says. Whole CTAs of [`GROUPED_THREADS`] call it.
 #[device]
 unsafe fn copy_grouped<I: Index>(p: &SortedCopy<I>) {
     // SAFETY: the caller's word. The first `count` lanes have pairs, both of whose records are in their regions; these

@@ -1,5 +1,5 @@
-//! What a consumer warp does in a GEMM by fragments in registers: which split-K partial and which N-tiles are its own,
-//! and its products, turn by turn. A turn is one chunk of each of the block's N-tiles.
+//! A consumer warp's part of a GEMM whose weights become fragments in registers: its split-K partial, its N-tiles, and
+//! its MMAs, turn by turn. A turn is one chunk of each of the CTA's N-tiles; a trip once around the ring is a phase.
 //!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, each warp for its own
@@ -37,7 +37,7 @@ pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
 }
 
 /// A warp's part of a GEMM: the [split-K partial](crate::linear#order) numbered `k_split`, whose slices of a chunk are
-/// `k_split` and `k_split + 4`. Two warps share a split-K partial, one in each half of the block. If the rows are one
+/// `k_split` and `k_split + 4`. Two warps share a split-K partial, one in each half of the CTA. If the rows are one
 /// tile of 8, or fragments are [costly](FragmentFormat::COSTLY), each of the two takes half of the N-tiles. Otherwise,
 /// and always with a [short](crate::decode) ring, each takes one of the two tiles of rows.
 #[derive(Clone, Copy)]
@@ -110,7 +110,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         self.warp_id % K_PARTIALS
     }
 
-    /// The half of the block that the warp belongs to.
+    /// The half of the CTA that the warp belongs to.
     #[device]
     pub(super) const fn half(&self) -> u32 {
         self.warp_id / K_PARTIALS
@@ -122,13 +122,13 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         if Self::BY_N_TILES { 0 } else { 8 * self.half() }
     }
 
-    /// Which of the block's N-tiles is the warp's `s`-th.
+    /// Which of the CTA's N-tiles is the warp's `s`-th.
     #[device]
     pub(super) const fn n_tile(&self, s: u32) -> u32 {
         if Self::BY_N_TILES { 2 * s + self.half() } else { s }
     }
 
-    /// How many of the block's `mine` N-tiles are the warp's.
+    /// How many of the CTA's `mine` N-tiles are the warp's.
     #[device]
     pub(super) const fn n_tiles(&self, mine: u32) -> u32 {
         if Self::BY_N_TILES { (mine + 1 - self.half()) / 2 } else { mine }
@@ -136,10 +136,10 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
 
     /// Waits for a stage, and loads the warp's fragments of the stage's `chunk`-th chunk.
     ///
-    /// A full barrier only tells two successive phases apart, and the stage's fill before this one may have been for
-    /// the other half of the block: then this warp did not wait for it. But that fill has ended: this warp had one of
-    /// the last three chunks, or has synchronised with the block since, and the producer has no more than 9 stages
-    /// under way.
+    /// A full barrier tells only two successive phases apart. The stage's previous fill may have been for the other
+    /// half of the CTA, and then this warp has not waited for it. But that fill has ended: this warp has waited for one
+    /// of the last three stages, or has synchronised with the CTA since, and no more than 9 of the 12 stages are under
+    /// way.
     ///
     /// # Safety
     /// The stage has, or will have, an N-tile of the warp's, which it has not loaded yet. `chunk` is one of the
@@ -329,8 +329,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             if F::BY_PAIRS {
                 return self.by_pairs(p, acc, (ring, part, turns), own, columns, ready);
             }
-            // As a constant the number decides branches here, and not in each turn. Kernels for one row have no code
-            // for three N-tiles, which few shapes need: it would push out other code that an SM keeps.
+            // A constant number of N-tiles decides branches once, not in each turn. Kernels for one row have no code
+            // for three, which few shapes need: it would push other code out of the SM's instruction cache.
             match own {
                 1 if F::CHUNKS == 2 => self.costly_stages(p, acc, (ring, part, turns), columns, ready),
                 1 => self.costly_of::<1>(p, acc, (ring, part, turns), columns, ready),

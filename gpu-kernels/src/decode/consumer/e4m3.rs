@@ -82,7 +82,7 @@ fn codes(low: u32, high: u32, inverse: f32) -> u32 {
     math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse])
 }
 
-/// What the block has staged for a turn: its input, and the weights' scales.
+/// What the CTA has staged for a turn: its input, and the weights' scales.
 #[derive(Clone, Copy)]
 struct Staged {
     /// The columns' codes.
@@ -156,13 +156,13 @@ impl<const N: u32> Warpgroup<N> {
         thread::sync_named(8 + self.half, HALF);
     }
 
-    /// How many of the block's `mine` N-tiles are the warpgroup's.
+    /// How many of the CTA's `mine` N-tiles are the warpgroup's.
     #[device]
     const fn n_tiles(&self, mine: u32) -> u32 {
         (mine + 1 - self.half) / 2
     }
 
-    /// The lane's one of the [`WEIGHT_SCALES`] that the block's N-tiles have in a turn; zero beyond the last group or
+    /// The lane's one of the [`WEIGHT_SCALES`] that the CTA's N-tiles have in a turn; zero beyond the last group or
     /// N-tile.
     ///
     /// # Safety
@@ -266,7 +266,7 @@ impl<const N: u32> Warpgroup<N> {
     ///
     /// # Safety
     /// All inner sums of the N-tile's chunk are there, and the warpgroup has synchronised since. `n_tile` is below the
-    /// block's.
+    /// CTA's.
     #[device]
     unsafe fn added(&self, staged: &Staged, n_tile: u32, mut totals: [f32; 2]) -> [f32; 2] {
         let lane = self.lane;
@@ -350,7 +350,7 @@ impl<const N: u32> Warpgroup<N> {
 }
 
 impl Part {
-    /// Which N-tile of the matrix is the block's `i`-th.
+    /// Which N-tile of the matrix is the CTA's `i`-th.
     #[device]
     fn n_tile(&self, i: u32) -> u32 {
         self.first_n_tile + self.place + i * thread::grid_dim_x()

@@ -2,9 +2,9 @@
 //!
 //! # Safety
 //! `p` is the parameter block of a step of one row. All lanes of the eight consumer warps call what is unsafe here, in
-//! the same order, since they synchronise; [`factors`] is for one other warp of the block, which synchronises with them
+//! the same order, since they synchronise; [`factors`] is for one other warp of the CTA, which synchronises with them
 //! once for each norm. Scratch memory is free when a product begins, and the consumers synchronise before they write
-//! what others may still read there. Words are those of the step: each word that is waited for is put by a block that
+//! what others may still read there. Words are those of the step: each word that is waited for is put by a CTA that
 //! runs beside this one, or was put by a launch before.
 
 use cuda_std::bulk::Barrier;
@@ -32,13 +32,13 @@ const STAGED_BYTES: u32 = ASKED as u32 * SLICE * 2;
 /// Bytes of scratch memory for one row.
 pub const ONE_BYTES: u32 = STAGED - SCRATCH + WARPS * STAGED_BYTES;
 
-/// Where the factor of a matrix's norm lies. Two places take turns: the next factor comes while this one is read.
+/// Where the factor of a matrix's norm lies: in one of two places, since the next factor comes while one is read.
 #[device]
 pub(super) fn factor_place(matrix: Matrix) -> usize {
     (matrix == Matrix::GateUp).into()
 }
 
-/// Chunks whose weights a warp can hold in registers. If it has no more of them in a part, it loads all at once.
+/// Chunks whose weights a warp can hold in registers. If it has at most this many in a part, it loads all at once.
 const HELD: usize = 4;
 
 /// The consumers synchronise with the warp that finds the factor of a norm.
@@ -123,14 +123,14 @@ unsafe fn columns(from: Shared<u32>) -> Columns {
     unsafe { [[from.load16(0), from.load16(16)], [from.load16(next), from.load16(next + 16)]] }
 }
 
-/// The barrier at which the warp that finds a norm's factor waits until the factor is wanted. If it asked for the
-/// squares earlier, it would slow down those who have yet to put them out.
+/// The barrier at which the warp that computes a norm's factor waits until the factor is wanted. If it polled for the
+/// squares earlier, it would slow down the CTAs that have yet to write them.
 ///
 /// # Safety
-/// It is used once the block has synchronised, which makes the barrier.
+/// It is used once the CTA has synchronised, which makes the barrier.
 #[device]
 unsafe fn wanted() -> Barrier {
-    // SAFETY: the block's place for it.
+    // SAFETY: the CTA's place for it.
     unsafe { Barrier::at(shared::dynamic(FACTOR_WANTED)) }
 }
 
@@ -151,7 +151,7 @@ pub(super) unsafe fn want_factor() {
 /// first sequence flag.
 ///
 /// # Safety
-/// All lanes of one warp beside the consumers call it, once, when the block has synchronised. `flag` is the
+/// All lanes of one warp beside the consumers call it, once, when the CTA has synchronised. `flag` is the
 /// [first](crate::exchange::Exchange::first_flag) of the step.
 #[device]
 pub unsafe fn factors(p: &DecodeStep, flag: u32) {
@@ -207,9 +207,9 @@ unsafe fn factor(p: &DecodeStep, squares: &Words, lane: u32) -> f32 {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// [`gemm`](Self::gemm) of one row. A warp asks for a slice of each turn's input as words, eight a lane at a time.
-    /// It puts the words that came into shared memory, where each lane of the split-K partial's two warps finds its
-    /// fragments. While words come, it does what does not need them.
+    /// [`gemm`](Self::gemm) of one row. A warp asks for its slice of the input of eight turns at a time: a lane has one
+    /// word of each turn. It puts the words into shared memory, where the lanes of the split-K partial's two warps find
+    /// their fragments. While it waits for words, it does what does not need them.
     ///
     /// # Safety
     /// As for [`of_one`](super::Products::of_one).
@@ -240,7 +240,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                     let first = self.first_of_one(&part);
                     let mut acc = [[0f32; 4]; N_TILES as usize];
                     let own = duty.n_tiles(part.mine);
-                    // Both halves of the block take the same branch, since they have to synchronise alike.
+                    // Both halves of the CTA take the same branch, since they have to synchronise alike.
                     if !F::COSTLY && part.mine <= 4 && part.mine.div_ceil(2) * part.problem.depth <= HELD as u32 {
                         // All weights are loaded into registers while the words come.
                         let chunks = own * part.problem.depth;
@@ -332,17 +332,17 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Waits for the warps that still put out the block's last outputs. Until then, polling by the other warps would be
-    /// in vain, and slow down the grid. Afterwards nobody reads partial sums any more.
+    /// Waits for those of the CTA's warps that still write its last outputs. Before that, the other warps would poll in
+    /// vain and slow down the grid. Afterwards nobody reads the old partial sums any more.
     #[device]
     pub(super) fn begin_part(&self) {
         sync();
     }
 
-    /// What a block without an N-tile in this wave does.
+    /// What a CTA without an N-tile in this wave does.
     ///
     /// # Safety
-    /// The block has no part in the wave, whose input `input` is.
+    /// The CTA has no part in the wave, whose input `input` is.
     #[device]
     pub(super) unsafe fn pass_by(&self, input: &Words, normed: bool) {
         // SAFETY: the caller's word.
@@ -351,7 +351,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 want_factor();
                 sync_with_factor();
             }
-            // Waits here: polling for what comes after this GEMM would slow down the blocks that have a part in it.
+            // Waits here: if it polled for what comes after this GEMM, it would slow down the CTAs that still run it.
             input.expect();
         }
     }

@@ -124,8 +124,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Puts out an element of the residual as words, as [`Residual::put`](crate::norm::Residual::put) does in memory.
-    /// `stage` is the index of the matrix that takes the words in.
+    /// Writes an element of the residual as words, as [`Residual::put`](crate::norm::Residual::put) does in memory.
+    /// `stage` is the index of the matrix that reads the words.
     ///
     /// # Safety
     /// `element` is the lane's number modulo 16, plus a multiple of 16, even if it is not `valid`. If it is valid, it

@@ -36,7 +36,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         }
     }
 
-    /// [`costly`](Self::costly), for formats that are multiplied by pairs.
+    /// [`costly`](Self::costly), for formats that are multiplied by pairs: `columns` may be called twice for a turn.
     ///
     /// # Safety
     /// As for [`costly`](Self::costly); `own` is the warp's N-tiles.
@@ -62,7 +62,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 0 => {
                     let mut turn = turns.start;
                     while turn < turns.end {
-                        // Called for what it does besides: all warps take part in that.
+                        // Called as in the other arms, though in a step of one row it has no effect.
                         columns(turn);
                         turn += 1;
                     }

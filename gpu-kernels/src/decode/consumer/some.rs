@@ -2,7 +2,7 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, of a step of 1 to `TILES` times 8 rows. All lanes of the eight consumer warps
-//! call what is unsafe here, in the same order, since they synchronise. The block has arrived with its part of the
+//! call what is unsafe here, in the same order, since they synchronise. The CTA has arrived with its part of the
 //! matrix's input, and so will all others. Scratch memory is free when a product begins, and when it ends.
 
 use cuda_std::{device, shared, thread};
@@ -24,7 +24,7 @@ pub(super) const fn slot(row: u32, feature: u32) -> u32 {
 }
 
 impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
-    /// Runs a GEMM and its epilogue over all waves. `part` is the block's part of the first wave, and `old` is what its
+    /// Runs a GEMM and its epilogue over all waves. `part` is the CTA's part of the first wave, and `old` is what its
     /// first outputs are added to.
     ///
     /// # Safety
@@ -33,7 +33,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     pub(super) unsafe fn gemm<F: FragmentFormat, const TILES: usize>(&mut self, mut part: Part, mut old: [Addend; 2]) {
         // SAFETY: the caller's word.
         unsafe {
-            // What follows from these is recomputed for each matrix: kept over all layers, it would take registers.
+            // Made anew for each matrix: what is computed from it would take registers if it were kept over all layers.
             let duty = Duty::<F, TILES, SHORT>::new();
             let Duty { lane, warp_id, .. } = duty;
             let (g, t) = (lane / 4, lane % 4);
@@ -66,7 +66,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 b
             };
             let mut ring = self.ring;
-            // The first weights do not wait for the other blocks.
+            // The first weights do not wait for the other CTAs.
             let mut ready = duty.begin(self.p, &ring, &part);
             self.wait();
             loop {

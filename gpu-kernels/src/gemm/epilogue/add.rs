@@ -6,7 +6,7 @@
 //!
 //! A tile of 256 features has four units. If another tile follows, the warp adds only the first at once. Of the others,
 //! one waits in shared memory and two in registers. They are added beside the next tile's MMAs, two rows a step. All
-//! this ends within the next tile's first split-K partial, since later its totals take those registers. For a block's
+//! this ends within the next tile's first split-K partial, since later its totals take those registers. For a CTA's
 //! last tile, the residual stream of two units is loaded at once; that of the other two follows into the registers of
 //! sums that were put away.
 //!
@@ -32,7 +32,7 @@ pub struct AddTo<const IN_CODES: bool>;
 /// Adds to the residual stream, and writes the norm's input in bf16.
 pub type Add = AddTo<false>;
 
-/// The lane and its warp in the block: the warp has 16 rows of the tile.
+/// The lane and its warp in the CTA: the warp has 16 rows of the tile.
 #[device]
 fn place_in_block() -> (u32, u32) {
     let thread = thread::opaque(thread::thread_idx_x());

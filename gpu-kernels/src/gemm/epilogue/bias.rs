@@ -10,7 +10,7 @@ use super::{Half, Next};
 use crate::gemm::Gemm;
 
 /// If the GEMM has a bias, multiplies each sum of the half by its row's factor, adds the bias, and returns ones as
-/// factors. Without a bias it returns `scales`. Kernels whose blocks take one tile (`_n192`) have no biases, since they
+/// factors. Without a bias it returns `scales`. Kernels whose CTAs take one tile (`_n192`) have no biases, since they
 /// lack the registers.
 #[device]
 pub unsafe fn add<const N: u32, T: Next>(p: &Gemm, half: &Half, scales: [f32; 2], _: &T) -> [f32; 2] {

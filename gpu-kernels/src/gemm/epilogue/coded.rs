@@ -1,10 +1,10 @@
 //! Gated activations as codes, for a GEMM of e4m3.
 //!
-//! A [group](e4m3::GROUP) has the features of two tiles. A block takes both tiles, one after the other. A lane keeps
-//! its part of the first tile's activations in shared memory until the second is done.
+//! A [group](e4m3::GROUP) has the features of two tiles. A CTA takes both tiles, one after the other. A lane keeps its
+//! part of the first tile's activations in shared memory until the second is done.
 //!
 //! # Safety
-//! As for [all epilogues](super). A block takes the two tiles of a group one after the other, with nothing between them
+//! As for [all epilogues](super). A CTA takes the two tiles of a group one after the other, with nothing between them
 //! that writes to the half's staging memory; there is room for codes and scales of whole tiles of rows. The four lanes
 //! of a row call [`put`] together, with their parts of the group's two tiles, the second of which is the half's.
 

@@ -198,7 +198,7 @@ pub struct Pack {
 }
 
 impl Pack {
-    /// Whether the matrix is stored doubled: if then fewer tiles cannot be packed, or as many, and there are fewer
+    /// Whether the matrix is stored doubled: if then fewer tiles cannot be packed, or equally many and there are fewer
     /// escapes.
     ///
     /// # Safety

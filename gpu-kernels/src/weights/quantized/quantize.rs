@@ -37,7 +37,7 @@ pub struct Quantize {
 /// the nearest: rounding to bf16 has moved a weight by at most 2^-9 of it, too little to change the code.
 ///
 /// # Safety
-/// All threads of a block of 128 call it: a warp has a split-K partial.
+/// All threads of a CTA of 128 call it: a warp has a split-K partial.
 #[device]
 unsafe fn quantize<C: Code>(p: &Quantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
@@ -127,7 +127,7 @@ pub struct Dequantize {
 /// Makes the weights that codes mean.
 ///
 /// # Safety
-/// All threads of a block of 256 call it: a warp has an N-tile.
+/// All threads of a CTA of 256 call it: a warp has an N-tile.
 #[device]
 unsafe fn dequantize<C: Code>(p: &Dequantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.

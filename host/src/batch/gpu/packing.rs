@@ -11,6 +11,7 @@ use super::passes::RowPass;
 use crate::batch::PAGE_TOKENS;
 use crate::batch::plan::{Page, Plan, Slot, TableEntry};
 use crate::forward;
+use crate::tuning::PackedFrom;
 
 /// Packing waits until a step has one page to pack for this many of its sequences. Then a launch is worth it.
 const SEQUENCES: usize = 8;
@@ -30,8 +31,7 @@ enum State {
 pub struct Packing {
     pages: Vec<State>,
     tables: Vec<Vec<Page>>,
-    /// As [`BatchOptions::packed_pages`](crate::batch::BatchOptions::packed_pages).
-    least: usize,
+    from: PackedFrom,
     /// For each slot, how many pages from the first on need not be looked at, because none of them is `Plain`. This is
     /// a lower bound if others share these pages.
     settled: Vec<usize>,
@@ -49,16 +49,15 @@ pub struct Orders {
 }
 
 impl Packing {
-    /// For `pages` pages, all of them plain, and `sequences` slots. Pages are packed in steps that read at least
-    /// `least` full pages.
-    pub fn new(pages: usize, sequences: usize, least: usize) -> Self {
+    /// For `pages` pages, all of them plain, and `sequences` slots.
+    pub fn new(pages: usize, sequences: usize, from: PackedFrom) -> Self {
         let (pages, tables) = (vec![State::Plain; pages], vec![Vec::new(); sequences]);
-        Self { pages, tables, least, settled: vec![0; sequences] }
+        Self { pages, tables, from, settled: vec![0; sequences] }
     }
 
     /// The same with all pages plain again.
     pub fn afresh(self) -> Self {
-        Self::new(self.pages.len(), self.tables.len(), self.least)
+        Self::new(self.pages.len(), self.tables.len(), self.from)
     }
 
     /// Takes note of a plan that is run in these passes, and returns what to pack and unpack.
@@ -106,7 +105,8 @@ impl Packing {
             }
         }
         let generating = || plan.work.iter().filter(|work| !busy.contains(&work.slot));
-        if generating().map(|work| work.start as usize / PAGE_TOKENS).sum::<usize>() < self.least {
+        let full = generating().map(|work| work.start as usize / PAGE_TOKENS).sum::<usize>();
+        if full < self.from.pages.max(self.from.mean * generating().count()) {
             return orders;
         }
         for work in generating() {
@@ -236,6 +236,27 @@ mod tests {
         pass
     }
 
+    #[test]
+    fn sequences_that_are_short_in_the_mean_stay_plain() {
+        // Each of four sequences has five rows at once, so that no pass is for few. Two have one full page and two have
+        // three.
+        let starts = [64, 64, 192, 192];
+        let entry = |slot: Slot, index: u32| TableEntry { slot, index, page: 4 * slot + index };
+        let packed = |mean| {
+            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, PackedFrom { pages: 0, mean });
+            let mut plan = Plan::default();
+            let mut rows = Vec::new();
+            for (slot, start) in (0..).zip(starts) {
+                plan.tables.extend((0..4).map(|index| entry(slot, index)));
+                plan.work.push(Work { slot, start, rows: 5, samples: true, most_drafts: 0 });
+                rows.push((slot, start, 5));
+            }
+            packing.order(&plan, &[pass(false, &rows)]).pack
+        };
+        assert_eq!(packed(2), [0, 4, 8, 9, 10, 12, 13, 14]);
+        assert!(packed(3).is_empty());
+    }
+
     /// Random plans, with sequences that start, share pages, end and are moved. No kernel that cannot read packed pages
     /// meets one.
     #[test]
@@ -247,7 +268,8 @@ mod tests {
                 count += 1;
                 (model::sampling::random(seed, count) % u64::from(n)) as u32
             };
-            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, random(6) as usize);
+            let from = PackedFrom { pages: random(6) as usize, mean: random(2) as usize };
+            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, from);
             let mut model = Model::default();
             let mut tables: Vec<Vec<Page>> = vec![Vec::new(); SLOTS as usize];
             // For each slot, the next position and the end of its prompt.

@@ -1,4 +1,4 @@
-//! One row: its input comes as words, and each block makes their codes.
+//! One row: its input comes as words, and each CTA makes their codes. A turn's codes in shared memory:
 //!
 //! ```text
 //! [16 bytes of a slice][slice of eight][byte]
@@ -134,7 +134,7 @@ const fn place(i: usize) -> u32 {
     i as u32 / 2 * (CHUNK_INPUTS / 2) + i as u32 % 2 * 4
 }
 
-/// Makes the codes of a warp's slice of each turn, and puts them where the block's consumers find them. It also zeroes
+/// Makes the codes of a warp's slice of each turn, and puts them where the CTA's consumers find them. It also zeroes
 /// the columns behind all turns' codes.
 ///
 /// # Safety

@@ -1,5 +1,5 @@
-//! Several rows: the grid makes the codes of all activations once; then each block multiplies by them, a chunk at a
-//! time.
+//! Several rows: the grid makes the codes of all activations once; then each CTA multiplies by them, a chunk at a time.
+//! A chunk's codes lie like this, in device memory and then in shared memory:
 //!
 //! ```text
 //! [slices 0 to 3, then 4 to 7][pair of rows][16 bytes of a slice][row of the pair][slice of four][byte]
@@ -39,8 +39,8 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// groups of a row at a time. Groups beyond `k` in the last chunk are zeros.
     ///
     /// # Safety
-    /// `x` has the rows, of `k` elements each, a multiple of 16, and all blocks have shown what they wrote there.
-    /// Nobody multiplies by the codes of the previous matrix any more.
+    /// `x` has the rows, of `k` elements each, a multiple of 16, and all CTAs have shown what they wrote there. Nobody
+    /// multiplies by the codes of the previous matrix any more.
     #[device]
     unsafe fn encode_rows(&self, x: Global<bf16>, k: u32) {
         let (lane, grid) = (thread::opaque(thread::lane_id()), thread::grid_dim_x());
@@ -85,7 +85,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
     /// Loads this thread's codes of a chunk. Rows and chunks that do not exist have zeros.
     ///
     /// # Safety
-    /// All blocks have shown the codes of the matrix's input, which are `chunks` chunks.
+    /// All CTAs have shown the codes of the matrix's input, which are `chunks` chunks.
     #[device]
     unsafe fn fetch(&self, chunk: u32, chunks: u32) -> Codes {
         let thread = thread::opaque(thread::thread_idx_x());
@@ -114,7 +114,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         unit / 64 % (MAX_DECODE_ROWS / 2) * 2 + unit % 8 / 4
     }
 
-    /// Puts a thread's codes where the block's consumers find them.
+    /// Puts a thread's codes where the CTA's consumers find them.
     ///
     /// # Safety
     /// All consumers have synchronised since the previous codes were multiplied, and since scratch memory was read.
@@ -139,7 +139,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
         }
     }
 
-    /// Runs a GEMM of up to `TILES` times 8 rows, and its epilogue, over all waves. `part` is the block's part of the
+    /// Runs a GEMM of up to `TILES` times 8 rows, and its epilogue, over all waves. `part` is the CTA's part of the
     /// first wave, and `old` is what its first outputs are added to. `N`, the number of columns, is four times that
     /// number of rows.
     ///
