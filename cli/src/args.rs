@@ -214,9 +214,10 @@ pub struct RunArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
-    /// A checkpoint's directory, a hub id such as Qwen/Qwen3-8B, or `demo`
-    #[arg(long, short, value_name = "MODEL", default_value = "demo", env = "WARPDRAFT_MODEL", value_hint = ValueHint::DirPath)]
-    pub model: String,
+    /// A checkpoint's directory, a hub id such as Qwen/Qwen3-8B, or `demo` [default: what the variable WARPDRAFT_MODEL
+    /// says, else demo]
+    #[arg(long, short, value_name = "MODEL", value_hint = ValueHint::DirPath)]
+    pub model: Option<String>,
     /// Branch, tag or commit of a model on the hub
     #[arg(long, value_name = "REVISION")]
     pub revision: Option<String>,
@@ -256,8 +257,9 @@ impl WeightsKind {
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
     /// auto (the first CUDA card, else the CPU), cpu, cuda, cuda:N, or emulator (the GPU's kernels on the CPU; slow)
-    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE")]
-    pub device: DeviceChoice,
+    /// [default: what the variable WARPDRAFT_DEVICE says, else auto]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceChoice>,
     /// Most tokens of prompt and answer together [default: 8192, or the model's most if that is less; in a batch on a
     /// card the model's most, as far as there is memory]
     #[arg(long, value_name = "N", value_parser = context, allow_negative_numbers = true)]

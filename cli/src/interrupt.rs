@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use anyhow::Context;
 
 use crate::output::note;
-use crate::terminal;
+use crate::{terminal, unfinished};
 
 /// What the next signal does: the program leaves, or the signal is remembered.
 static STATE: AtomicU8 = AtomicU8::new(LEAVES);
@@ -26,6 +26,7 @@ pub fn install() -> anyhow::Result<()> {
     ctrlc::set_handler(|| {
         if STATE.compare_exchange(ASKS, ASKED, Ordering::SeqCst, Ordering::SeqCst).is_err() {
             terminal::restore();
+            unfinished::remove_all();
             if std::io::stderr().is_terminal() {
                 // The cursor may be behind a prompt, a bar or half a line of text.
                 note("");

@@ -14,6 +14,7 @@ mod profile;
 mod progress;
 mod resolve;
 mod terminal;
+mod unfinished;
 
 use std::process::ExitCode;
 
@@ -39,13 +40,6 @@ const CLOSED_PIPE: u8 = 141;
 
 fn main() -> ExitCode {
     panics::report();
-    // An empty variable counts as not set, but the parser would take it as a value.
-    for name in ["WARPDRAFT_MODEL", "WARPDRAFT_DEVICE"] {
-        if std::env::var_os(name).is_some_and(|value| value.is_empty()) {
-            // SAFETY: the program still has only one thread, so nobody reads the environment meanwhile.
-            unsafe { std::env::remove_var(name) };
-        }
-    }
     let args = Args::parse();
     match run(args) {
         Ok(Ending::Done) => ExitCode::SUCCESS,

@@ -141,20 +141,6 @@ pub fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Makes a file readable by others. Temporary files are readable only by their owner, but results should be like any
-/// file.
-///
-/// # Errors
-/// If the system refuses.
-pub fn share_with_others(file: &std::fs::File) -> std::io::Result<()> {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
-    }
-    Ok(())
-}
-
 /// An answer, with how it was made.
 pub struct Answer<'a> {
     /// The model, as the user named it.

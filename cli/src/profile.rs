@@ -10,7 +10,7 @@ use host::profile::Track;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::output::share_with_others;
+use crate::unfinished::Unfinished;
 
 /// Where a trace is written. Checked before anything else is done; the trace is written whole or not at all.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub struct TraceFile {
 #[derive(Debug)]
 enum To {
     /// A file, which gets its name once it is whole.
-    File(tempfile::NamedTempFile),
+    File,
     /// A pipe or a device.
     Stream(std::fs::File),
 }
@@ -38,8 +38,9 @@ impl TraceFile {
             bail!("{}: it is a folder; name a file, such as profile.json", cannot());
         }
         let to = if path.is_file() || !path.exists() {
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            To::File(tempfile::NamedTempFile::new_in(folder).with_context(cannot)?)
+            // Removed at once: nobody knows how the run will end.
+            Unfinished::beside(path).with_context(cannot)?;
+            To::File
         } else {
             To::Stream(std::fs::File::options().write(true).open(path).with_context(cannot)?)
         };
@@ -54,10 +55,9 @@ impl TraceFile {
         let json = serde_json::to_vec(&trace(profile, model, device)).context("cannot write JSON")?;
         let cannot = || format!("cannot write the profile to {}", self.path.display());
         match self.to {
-            To::File(mut file) => {
-                file.write_all(&json).with_context(cannot)?;
-                share_with_others(file.as_file()).with_context(cannot)?;
-                file.persist(&self.path).map_err(|error| error.error).with_context(cannot)?;
+            To::File => {
+                let mut file = Unfinished::beside(&self.path).with_context(cannot)?;
+                file.write(&json).and_then(|()| file.replace(&self.path)).with_context(cannot)?;
             }
             To::Stream(mut stream) => stream.write_all(&json).with_context(cannot)?,
         }

@@ -163,7 +163,7 @@ pub enum Detail {
 /// other.
 pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
-    let source = source(&model.model, &model)?;
+    let source = source(&model)?;
     let answer = answer(how, &draft, if args.chat { UNLIMITED } else { GENERATE_TOKENS })?;
     let text = prompt(args.prompt, args.file.as_deref())?;
     if text.is_empty() {
@@ -183,7 +183,7 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
     Ok(Generate {
         source,
         weights,
-        load: load(&device, &model),
+        load: load(chosen_device(device.device)?, &device, &model),
         prompt,
         answer,
         report: report(&what),
@@ -200,9 +200,9 @@ pub fn generate(args: GenerateArgs) -> anyhow::Result<Generate> {
 pub fn chat(args: ChatArgs) -> anyhow::Result<Chat> {
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
     Ok(Chat {
-        source: source(&model.model, &model)?,
+        source: source(&model)?,
         weights: weights(&model),
-        load: load(&device, &model),
+        load: load(chosen_device(device.device)?, &device, &model),
         system: args.system.map(|text| Message::new(Role::System, text)),
         think: !args.no_think,
         history: if args.no_history { None } else { history_file() },
@@ -225,12 +225,12 @@ fn history_file() -> Option<PathBuf> {
 /// # Errors
 /// If there is no such model.
 pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
-    let which = args.which.as_ref().unwrap_or(&args.model.model);
+    let model = ModelArgs { model: args.which.or(args.model.model), ..args.model };
     Ok(Inspect {
-        source: source(which, &args.model)?,
-        weights: weights(&args.model),
+        source: source(&model)?,
+        weights: weights(&model),
         load: LoadOptions {
-            options: args.model.weights.device_options(DeviceOptions::default()),
+            options: model.weights.device_options(DeviceOptions::default()),
             context: args.context,
             ..LoadOptions::on(DeviceChoice::Auto)
         },
@@ -240,8 +240,29 @@ pub fn inspect(args: InspectArgs) -> anyhow::Result<Inspect> {
     })
 }
 
-fn source(which: &str, args: &ModelArgs) -> anyhow::Result<Source> {
-    let source: Source = which.parse()?;
+/// The value of a variable that changes a default. An empty one counts as not set.
+fn variable(name: &str) -> anyhow::Result<Option<String>> {
+    let value = std::env::var_os(name).filter(|value| !value.is_empty());
+    let no_text = |_| usage(format!("the value of the variable {name} is not UTF-8 text; change it, or unset it"));
+    value.map(|value| value.into_string().map_err(no_text)).transpose()
+}
+
+/// The device that is `given`, else the variable's, else the first card or the CPU.
+fn chosen_device(given: Option<DeviceChoice>) -> anyhow::Result<DeviceChoice> {
+    const NAME: &str = "WARPDRAFT_DEVICE";
+    if let Some(device) = given {
+        return Ok(device);
+    }
+    match variable(NAME)? {
+        None => Ok(DeviceChoice::Auto),
+        Some(text) => text.parse().map_err(|error| usage(format!("the variable {NAME}: {error}"))),
+    }
+}
+
+/// The model that is given, else the variable's, else the demo.
+fn source(args: &ModelArgs) -> anyhow::Result<Source> {
+    let given = args.model.clone().map_or_else(|| variable("WARPDRAFT_MODEL"), |which| Ok(Some(which)))?;
+    let source: Source = given.as_deref().unwrap_or("demo").parse()?;
     match (source, &args.revision) {
         (source, None) => Ok(source),
         // Parsed again, so that the revision passes the same checks.
@@ -258,9 +279,9 @@ fn weights(args: &ModelArgs) -> WeightsMode {
     }
 }
 
-fn load(args: &DeviceArgs, model: &ModelArgs) -> LoadOptions {
+fn load(device: DeviceChoice, args: &DeviceArgs, model: &ModelArgs) -> LoadOptions {
     let options = model.weights.device_options(args.kernels.options());
-    LoadOptions { options, context: args.context, ..LoadOptions::on(args.device) }
+    LoadOptions { options, context: args.context, ..LoadOptions::on(device) }
 }
 
 fn answer(args: AnswerArgs, draft: &DraftArgs, max_tokens: usize) -> anyhow::Result<Answer> {

@@ -100,11 +100,6 @@ impl Token for i64 {
     }
 }
 
-/// Rows that a batch may put into a forward pass under [`NgramMatch`], as published.
-pub const THRESHOLD: i32 = 128;
-/// Rows that a batch may put into a forward pass under [`NgramMatchMixed`].
-pub const THRESHOLD_MIXED: i32 = 1024;
-
 /// Threads of a CTA.
 pub const THREADS: u32 = 1024;
 const WARPS: u32 = THREADS / 32;

@@ -61,7 +61,7 @@ struct Inner {
 
 const NAME: &str = "chat_template";
 /// Bytes of stack for the thread that runs the engine. Parsing recurses before the nesting is checked, so it may go as
-/// deep as the template is long. Stack that is never touched takes no memory.
+/// deep as the template is long.
 const STACK: usize = 256 << 20;
 
 impl ChatTemplate {
@@ -151,15 +151,11 @@ impl Inner {
     /// Runs the engine in a thread of its own, which has the stack that it needs, and turns its panics into errors.
     fn apart<T: Send>(&self, run: impl FnOnce() -> Result<T, minijinja::Error> + Send) -> Result<T, Error> {
         let fails = |reason: String| Error::ChatTemplate { path: self.path.clone(), reason };
-        let run = || crate::quiet::catch(|| run().map_err(|error| self.failed(&error)));
-        std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
-            let thread = thread.spawn_scoped(scope, run).map_err(|e| fails(format!("no thread for it ({e})")))?;
-            match thread.join() {
-                Ok(Some(result)) => result,
-                _ => Err(fails("the template engine cannot go on with it".into())),
-            }
-        })
+        let result = crate::quiet::apart("chat template", STACK, || run().map_err(|error| self.failed(&error)));
+        match result.map_err(|e| fails(format!("no thread for it ({e})")))? {
+            Some(result) => result,
+            None => Err(fails("the template engine cannot go on with it".into())),
+        }
     }
 
     fn failed(&self, error: &minijinja::Error) -> Error {

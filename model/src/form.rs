@@ -11,6 +11,7 @@
 //! Where the form leaves only one text, the matcher allows only one token: the one that the tokenizer would make of
 //! that text. So what a form [forces](Matcher::forced) is known ahead, and models see text tokenised as usual.
 
+mod bounds;
 mod compile;
 mod formats;
 mod grammar;

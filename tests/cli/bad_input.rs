@@ -340,6 +340,36 @@ fn an_empty_variable_names_no_model() {
     run.env("WARPDRAFT_MODEL", "").env("WARPDRAFT_DEVICE", "").assert().success();
 }
 
+/// Only flags contradict each other: what is typed comes before a variable.
+#[test]
+fn a_variable_is_a_default_and_no_more() {
+    let inspect = |args: &[&str], model: &str| {
+        let mut run = warpdraft(&["inspect", "--json"]);
+        run.args(args).env("WARPDRAFT_MODEL", model);
+        run
+    };
+    let small = golden("tied_bf16").display().to_string();
+    for (args, model) in [(&["demo"][..], "x"), (&["--model", "demo"], "x"), (&[], "demo")] {
+        assert_eq!(json_of(&mut inspect(args, model))["architecture"]["layers"], 6, "{args:?}");
+    }
+    assert_ne!(json_of(&mut inspect(&[], &small))["architecture"]["layers"], 6);
+    refused(inspect(&["demo", "--model", "demo"], "").assert(), 2, &["--model", "cannot be used with"]);
+    refused(inspect(&[], "./no/such/dir").assert(), 1, &["no model at", "./no/such/dir"]);
+    let device =
+        |args: &[&str]| warpdraft(&["generate", "x", "-n", "1"]).args(args).env("WARPDRAFT_DEVICE", "gpu").assert();
+    refused(device(&[]), 2, &["the variable WARPDRAFT_DEVICE", "gpu is none of auto, cpu"]);
+    device(&["--device", "cpu"]).success();
+    // What help and manual say does not depend on the machine.
+    let pages = tempfile::tempdir().unwrap();
+    for args in [&["inspect", "--help"][..], &["generate", "-h"], &["manual", pages.path().to_str().unwrap()]] {
+        let mut run = warpdraft(args);
+        let run = run.env("WARPDRAFT_MODEL", "my-secret").env("WARPDRAFT_DEVICE", "emulator-9").assert().success();
+        run.stdout(predicate::str::contains("my-secret").or(predicate::str::contains("emulator-9")).not());
+    }
+    let page = std::fs::read_to_string(pages.path().join("warpdraft-generate.1")).unwrap();
+    assert!(page.contains("WARPDRAFT_MODEL") && !page.contains("my-secret") && !page.contains("emulator-9"), "{page}");
+}
+
 #[test]
 #[ignore = "needs a GPU: asks for a card beyond the last"]
 fn card_that_is_not_there() {

@@ -98,6 +98,114 @@ fn a_template_that_would_end_or_hang_the_program_is_an_error() {
     }
 }
 
+/// The engine of forms recurses into them: far enough to overflow an ordinary stack.
+#[test]
+fn a_form_that_is_nested_deeply_ends_no_run() {
+    let rules = |count: usize| -> String {
+        let name = |i: usize| i.to_string().bytes().map(|digit| char::from(digit - b'0' + b'a')).collect::<String>();
+        let rule = |i: usize| format!("r{}: \"a\" r{}\n", name(i), name(i + 1));
+        format!("start: ra\n{}r{}: \"b\"\n", (0..count).map(rule).collect::<String>(), name(count))
+    };
+    let condition = |count: usize| {
+        let (not, end) = ("not(".repeat(count), ")".repeat(count));
+        format!("start: r::0\nr::_: \"a\" %if {not}true{end}\n  | \"b\" r::incr(_)\n")
+    };
+    let schema = |count: usize| {
+        let definition = |i: usize| (i.to_string(), json!({"$ref": format!("#/$defs/{}", i + 1)}));
+        let last = (count.to_string(), json!({"type": "null"}));
+        let definitions: serde_json::Map<_, _> = (0..count).map(definition).chain([last]).collect();
+        json!({"$ref": "#/$defs/0", "$defs": definitions})
+    };
+    let cases = [
+        ("guided_grammar", json!(rules(10_000)), ""),
+        ("guided_grammar", json!(rules(60_000)), "60002 rules and brackets, and the most is 50000"),
+        ("guided_grammar", json!(condition(500)), ""),
+        ("guided_grammar", json!(condition(10_000)), "10000 brackets in its conditions"),
+        ("guided_json", schema(10_000), ""),
+        ("guided_json", schema(60_000), "60003 objects and arrays, and the most is 50000"),
+    ];
+    let request = |(field, form, _): &(&str, Value, &str)| {
+        let mut body = json!({"prompt": "x", "max_tokens": 2});
+        body[*field] = form.clone();
+        body.to_string() + "\n"
+    };
+    let folder = Folder::with(&cases.iter().map(request).collect::<String>());
+    folder.batch("results.jsonl", &[]).assert().success();
+    let results = folder.results("results.jsonl");
+    assert_eq!(results.len(), cases.len());
+    for ((_, form, refused), result) in cases.iter().zip(results.values()) {
+        let error = &result["error"];
+        assert_eq!(error.is_null(), refused.is_empty(), "{error}");
+        if !refused.is_empty() {
+            assert_eq!(error["code"], "unsupported_form");
+            assert!(error["message"].as_str().unwrap().contains(refused), "{error}");
+        }
+        let (flag, text) = match form {
+            Value::String(text) => ("--grammar", text.clone()),
+            schema => ("--json-schema", schema.to_string()),
+        };
+        std::fs::write(folder.path("form"), text).unwrap();
+        let generate = ["generate", "x", "-n", "2", "-q", flag, "form"];
+        let run = warpdraft(&generate).current_dir(folder.path("")).assert();
+        let run = if refused.is_empty() { run.success() } else { run.code(1) };
+        run.stderr(predicate::str::contains(*refused).and(predicate::str::contains("overflow").not()));
+    }
+}
+
+/// `-` is a stream, whatever files there are.
+#[test]
+fn a_file_that_is_called_as_the_streams_are_is_not_read_for_them() {
+    let folder = Folder::with("");
+    std::fs::write(folder.path("-"), short(9)).unwrap();
+    let run = |from: &str, to: &str, requests: String| {
+        let mut command = warpdraft(&["batch", from, "-o", to, "-q"]);
+        command.current_dir(folder.path("")).write_stdin(requests).assert().success()
+    };
+    run("-", "results.jsonl", short(3));
+    assert_eq!(folder.results("results.jsonl").len(), 3);
+    // There is something to go on behind.
+    run("-", "results.jsonl", short(5));
+    assert_eq!(folder.results("results.jsonl").len(), 5);
+    let printed = run("./-", "-", String::new());
+    assert_eq!(printed.get_output().stdout.iter().filter(|byte| **byte == b'\n').count(), 9);
+    assert_eq!(folder.read("-"), short(9));
+}
+
+/// A result may be longer than a request may be: log-probabilities of a long answer are.
+#[test]
+fn a_long_result_is_merged() {
+    let folder = Folder::with("");
+    let error = json!({"code": "x", "message": "x".repeat(65 << 20), "line": 1});
+    let line = json!({"id": "batch_req_1_0000000000000001", "custom_id": null, "response": null, "error": error});
+    std::fs::write(folder.path("part.jsonl"), line.to_string() + "\n").unwrap();
+    let mut merge = warpdraft(&["batch", "merge", "part.jsonl", "-o", "all.jsonl"]);
+    let run = merge.current_dir(folder.path("")).assert().success();
+    run.stderr(predicate::str::contains("1 results of 1 files"));
+    assert!(folder.read("all.jsonl") == folder.read("part.jsonl"));
+}
+
+#[cfg(unix)]
+#[test]
+fn the_umask_decides_who_may_read_what_is_written() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = Folder::with(&short(1));
+    folder.batch("part.jsonl", &[]).assert().success();
+    for (umask, mode) in [("027", 0o640), ("002", 0o664), ("077", 0o600)] {
+        let run = |arguments: &str| {
+            let script = format!("umask {umask}; exec \"$0\" {arguments}");
+            let mut bash = assert_cmd::Command::new("bash");
+            bash.args(["-c", &script]).arg(crate::binary()).current_dir(folder.path("")).assert().success();
+        };
+        run(&format!("batch merge part.jsonl -o all-{umask}.jsonl -q"));
+        run(&format!("generate x -n 1 -q --device cpu --profile profile-{umask}.json"));
+        for name in [format!("all-{umask}.jsonl"), format!("profile-{umask}.json")] {
+            let found = std::fs::metadata(folder.path(&name)).unwrap().permissions().mode() & 0o777;
+            assert_eq!(found, mode, "{name}");
+        }
+    }
+}
+
 #[test]
 fn what_a_request_holds_is_cut_in_its_error_and_written_out() {
     let long = "x".repeat(40 << 20);

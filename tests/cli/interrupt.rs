@@ -43,6 +43,29 @@ fn ctrl_c_ends_the_answer_with_a_summary() {
     assert!(String::from_utf8([first, output.stdout].concat()).is_ok(), "the text is whole characters");
 }
 
+/// Interrupted while it reads the grammar, before anything can be profiled.
+#[cfg(unix)]
+#[test]
+fn ctrl_c_leaves_no_file_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = Command::new("mkfifo").arg(folder.path().join("grammar")).status();
+    assert!(made.expect("mkfifo runs").success());
+    let child = Command::new(binary())
+        .args(["generate", "x", "--device", "cpu", "--profile", "profile.json", "--grammar", "grammar"])
+        .current_dir(folder.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    // Opens once the program reads the pipe, and holds it there.
+    let grammar = std::fs::File::options().write(true).open(folder.path().join("grammar")).unwrap();
+    interrupt(&child);
+    let output = finish(child);
+    drop(grammar);
+    assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
+    let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["grammar"]);
+}
+
 #[test]
 fn a_closed_pipe_ends_quietly() {
     let (mut child, _) = begun(&[]);

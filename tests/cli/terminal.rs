@@ -11,6 +11,7 @@ use pty_process::Size;
 use pty_process::blocking::{Command, Pts, Pty};
 
 use crate::binary;
+use crate::broken::Broken;
 
 /// How long a screen may take: an emulated terminal on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -365,6 +366,52 @@ fn thoughts_are_dimmed_at_a_terminal_and_never_with_no_color() {
     assert_eq!(text, piped["text"].as_str().unwrap());
     assert_eq!(piped["reasoning_content"], text.trim_start_matches('\n'));
     assert_eq!((&piped["content"], &piped["cut_off"]["by"]), (&"".into(), &"max_tokens".into()));
+}
+
+/// A token in the middle of a thought makes infinity of the model's numbers.
+#[test]
+fn an_error_ends_a_thought_and_is_not_dimmed_itself() {
+    let model = Broken::copy_of("separate_llama_bf16");
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n";
+    std::fs::write(model.file("chat_template.jinja"), template).unwrap();
+    let weights = "model.safetensors";
+    // Feature 0 is that of one token alone, and the MLP makes it huge.
+    let row = 128 * 2;
+    model.edit_tensor(weights, "model.embed_tokens.weight", |data| {
+        data.chunks_exact_mut(row).for_each(|features| features[..2].fill(0));
+    });
+    model.edit_tensor(weights, "model.layers.0.self_attn.o_proj.weight", |data| {
+        let inputs = data.len() / 128;
+        data[..inputs].fill(0);
+    });
+    model.edit_tensor(weights, "model.layers.0.mlp.up_proj.weight", |data| {
+        data.chunks_exact_mut(row).for_each(|inputs| inputs[..2].copy_from_slice(&0x7f00_u16.to_le_bytes()));
+    });
+    let args = ["generate", "--model", model.path(), "--chat", "--temperature", "2", "--seed", "1", "--ignore-eos"];
+    let args = [&args[..], &["--draft", "none", "--max-tokens", "16", "hm"]].concat();
+    let said = crate::json_of(crate::warpdraft(&args).arg("--json"));
+    let tokens: Vec<usize> =
+        said["tokens"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as usize).collect();
+    let is_new = |at: &usize| !tokens[..*at].contains(&tokens[*at]);
+    let shown = (4..tokens.len()).filter(is_new).find_map(|at| {
+        let feature = tokens[at] * row;
+        let set = |value: f32| {
+            let value = half::bf16::from_f32(value).to_le_bytes();
+            model.edit_tensor(weights, "model.embed_tokens.weight", |data| {
+                data[feature..feature + 2].copy_from_slice(&value);
+            });
+        };
+        set(9.0);
+        let (status, bytes) = Terminal::start(&args, &[]).end();
+        set(0.0);
+        assert_eq!(status.code(), Some(1), "{bytes:?}");
+        // Otherwise the token is in the prompt, too.
+        bytes.contains("\x1b[2m").then_some(bytes)
+    });
+    let shown = shown.expect("a token that is not in the prompt");
+    let (before, error) = shown.split_once("warpdraft: ").expect("an error");
+    assert!(error.contains("NaN or infinity"), "{shown:?}");
+    assert!(before.rfind("\x1b[0m") > before.rfind("\x1b[2m"), "{shown:?}");
 }
 
 #[test]

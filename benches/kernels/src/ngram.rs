@@ -19,13 +19,13 @@ macro_rules! kernels {
             // SAFETY: the launcher's word: memory is as the parameter block says.
             unsafe { draft(&p) }
         }
-        #[doc = concat!("[`", stringify!($plain), "`] with a block a sequence, see [`mod@together`].")]
+        #[doc = concat!("[`", stringify!($plain), "`] with a CTA a sequence, see [`mod@together`].")]
         #[kernel(threads = together::THREADS, min_blocks = 1, module = "bench")]
         pub unsafe fn $plain_together(p: NgramMatch<$token>) {
             // SAFETY: the launcher's word: memory is as the parameter block says, and the grid as `together` does.
             unsafe { together::draft(&p) }
         }
-        #[doc = concat!("Extends drafts that another proposer has put there, with `", stringify!($token), "` token ids and a block a sequence.")]
+        #[doc = concat!("Extends drafts that another proposer has put there, with `", stringify!($token), "` token ids and a CTA a sequence.")]
         #[kernel(threads = together::THREADS, min_blocks = 1, module = "bench")]
         pub unsafe fn $mixed_together(p: NgramMatchMixed<$token>) {
             // SAFETY: the launcher's word: memory is as the parameter block says, and the grid as `together` does.

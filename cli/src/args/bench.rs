@@ -55,9 +55,9 @@ pub enum BenchCommand {
 #[derive(Debug, clap::Args)]
 pub struct BenchRunArgs {
     /// auto (the first CUDA card), cuda, cuda:N, or emulator (each kernel once on the CPU, small, to check it; no
-    /// times)
-    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "WARPDRAFT_DEVICE", global = true)]
-    pub device: DeviceChoice,
+    /// times) [default: what the variable WARPDRAFT_DEVICE says, else auto]
+    #[arg(long, value_name = "DEVICE", global = true)]
+    pub device: Option<DeviceChoice>,
     /// Load the kernels of this file, PTX or machine code, instead of those that are built in; it is trusted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, hide_short_help = true, global = true)]
     pub kernels: Option<PathBuf>,

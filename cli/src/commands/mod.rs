@@ -46,12 +46,13 @@ fn answer(
     };
     let waiting = Some(Waiting::new("reading the prompt", report.is_told()));
     let mut answering = Answering { interrupt: Deferred::new(), waiting, printer, printed: Ok(()) };
-    let generation = engine.generate_for(request, &mut answering)?;
-    answering.printed?;
-    if let Some(printer) = answering.printer {
-        printer.finish()?;
-    }
-    Ok(generation)
+    let generation = engine.generate_for(request, &mut answering);
+    let Answering { printer, printed, waiting, .. } = answering;
+    // The error of a failed run must not stand behind a bar, nor be dimmed.
+    drop(waiting);
+    let finished = printed.and_then(|()| printer.map_or(Ok(()), Printer::finish));
+    let generation = generation?;
+    finished.map(|()| generation)
 }
 
 /// Shows an answer while it is generated.

@@ -7,7 +7,7 @@ use host::batch::BatchOptions;
 use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source, WeightsMode};
 
-use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, load, report, source, usage, weights};
+use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, chosen_device, load, report, source, usage, weights};
 use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
@@ -106,13 +106,12 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
     if what.json && output.as_os_str() == "-" {
         return Err(usage("--json prints on standard output, and so does --output -; send the results to a file"));
     }
-    let one = load(&device, &model);
     let devices = match args.devices {
-        None => vec![one.device],
+        None => vec![chosen_device(device.device)?],
         Some(Devices::These(devices)) => devices,
         Some(Devices::All) => cards()?,
     };
-    let loads = devices.into_iter().map(|device| LoadOptions { device, ..one.clone() }).collect();
+    let loads = devices.into_iter().map(|one| load(one, &device, &model)).collect();
     let most = how.max_tokens;
     // Equal runs must give equal results, so the seed is not random.
     let seed = how.seed.unwrap_or(0);
@@ -134,7 +133,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         output,
         ordered: args.ordered,
         shard: args.shard,
-        source: source(&model.model, &model)?,
+        source: source(&model)?,
         weights: weights(&model),
         loads,
         options,

@@ -10,7 +10,7 @@ use host::DeviceChoice;
 use host::device::{Device, DeviceOptions};
 use model::format::Code;
 
-use super::{Detail, Report};
+use super::{Detail, Report, chosen_device};
 use crate::args::bench::{
     AttentionArgs, BenchArgs, BenchCommand, CeilingsArgs, DecodeArgs, HitName, LinearArgs, NgramArgs, OrderName,
     TokenCopyArgs,
@@ -67,10 +67,11 @@ impl Group {
 /// Resolves the arguments of `bench`.
 ///
 /// # Errors
-/// If the device has no kernels, or the plot cannot be written where it should go.
+/// If the device is unknown or has no kernels, or the plot cannot be written where it should go.
 pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
     let run = args.run;
-    if run.device == DeviceChoice::Cpu {
+    let device = chosen_device(run.device)?;
+    if device == DeviceChoice::Cpu {
         bail!(
             "benchmarks measure the GPU's kernels, and --device cpu runs none; use --device cuda, or emulator to check them"
         );
@@ -81,7 +82,7 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
             bail!("--plot {}: not a place for a file; name a file in a folder that exists", plot.display());
         }
     }
-    let small = run.device == DeviceChoice::Emulator;
+    let small = device == DeviceChoice::Emulator;
     let all = matches!(args.what, BenchCommand::All);
     let named = match args.what {
         BenchCommand::Ceilings(args) => vec![ceilings_group(&args, small)],
@@ -102,7 +103,7 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
     let own = matches!(named[..], [Group::Ceilings(_)]);
     let limits = (!own && (all || !small)).then(|| ceilings_group(&CeilingsArgs::default(), small));
     Ok(Bench {
-        device: run.device,
+        device,
         options: run.options(),
         repeats: run.repeats,
         groups: limits.into_iter().chain(named).collect(),

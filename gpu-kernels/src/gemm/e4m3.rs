@@ -266,7 +266,7 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
 
     #[device]
     unsafe fn consume<E: Epilogue, const N: u32, const DOWN: u32, const ACROSS: u32>(p: &Gemm, tiles: Tiles) {
-        const { assert!(DOWN * ACROSS == 1, "a stage is released in its own block alone") };
+        const { assert!(DOWN * ACROSS == 1, "a stage is released in its own CTA alone") };
         // SAFETY: the caller's word.
         unsafe {
             // A shuffle tells the assembler that a warp's lanes agree. So it knows that they take the same branches
@@ -329,7 +329,7 @@ macro_rules! kernels {
             unsafe { gemm_e4m3::<$epilogue, 1>(&p) }
         }
         $(
-            #[doc = concat!($what, " Of e4m3, with two blocks for each tile.")]
+            #[doc = concat!($what, " Of e4m3, with two CTAs for each tile.")]
             #[kernel(threads = THREADS, min_blocks = 1)]
             pub unsafe fn $shared(p: GemmE4m3) {
                 // SAFETY: the launcher's word: memory is as the parameter block says.

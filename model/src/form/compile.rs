@@ -11,7 +11,8 @@ use llguidance::toktrie::{InferenceCapabilities, TokEnv};
 use super::grammar::Shape;
 use super::matcher::Matcher;
 use super::vocabulary::Vocabulary;
-use super::{BEHIND_THOUGHT, THOUGHT, mask_words};
+use super::{BEHIND_THOUGHT, THOUGHT, bounds, mask_words};
+use crate::quiet::apart;
 use crate::text::shown;
 use crate::{Checkpoint, Error, Tokenizer};
 
@@ -143,7 +144,17 @@ impl Forms {
     }
 
     fn compiled(&self, shape: &Shape) -> Result<Compiled, String> {
+        match apart("form", bounds::STACK, || self.compiled_here(shape)) {
+            Ok(Some(result)) => result,
+            Ok(None) => Err("the engine cannot go on with it".into()),
+            Err(error) => Err(format!("no thread to compile it ({error})")),
+        }
+    }
+
+    /// Compiles a shape in this thread, which needs [`bounds::STACK`].
+    fn compiled_here(&self, shape: &Shape) -> Result<Compiled, String> {
         let parser = self.factory.create_parser(shape.grammar()?).map_err(|error| reason(&format!("{error:#}")))?;
+        bounds::tokens(parser.parser.grammar())?;
         let mut engine = llguidance::Matcher::new(Ok(parser));
         // The first mask is the same for all sequences, and what the engine learns from it helps with later masks.
         let mask = engine.compute_mask_or_eos().map_err(|error| reason(&format!("{error:#}")))?;
@@ -208,6 +219,9 @@ fn reason(error: &str) -> String {
     }
     if line.contains("oneOf constraints are not supported") {
         return "the schema's keyword `oneOf` is not supported where its parts overlap; `anyOf` is".into();
+    }
+    if let Some(defect) = line.strip_prefix("panic: ") {
+        return format!("the engine cannot go on with it ({defect})");
     }
     // The parser of regular expressions says on a later line what is wrong.
     let wrong = error.lines().find_map(|line| line.trim().strip_prefix("error: "));

@@ -3,7 +3,7 @@
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Value, json};
 
-use super::{CALL, formats};
+use super::{CALL, bounds, formats};
 
 /// What an answer has to look like.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,11 +48,14 @@ impl Shape {
         }
     }
 
-    /// The shape as a grammar of the engine. If that plainly cannot be, the reason.
+    /// The shape as a grammar of the engine. If that plainly cannot be, or is too large, the reason.
     pub(super) fn grammar(&self) -> Result<TopLevelGrammar, String> {
         Ok(match self {
             Self::JsonObject => TopLevelGrammar::from_json_schema(on_one_line(&json!({"type": "object"}))?),
-            Self::JsonSchema(schema) => TopLevelGrammar::from_json_schema(on_one_line(schema)?),
+            Self::JsonSchema(schema) => {
+                bounds::schema(schema)?;
+                TopLevelGrammar::from_json_schema(on_one_line(schema)?)
+            }
             Self::Regex(regex) => TopLevelGrammar::from_regex(regex),
             Self::Choice(texts) => {
                 if texts.is_empty() || texts.iter().any(String::is_empty) {
@@ -65,9 +68,14 @@ impl Shape {
                 if grammar.contains("::=") {
                     return Err("a grammar is written in Lark's notation, with `start: …`, not with `::=`".into());
                 }
+                bounds::lark(grammar)?;
                 TopLevelGrammar::from_lark(grammar.clone())
             }
-            Self::Call(tools) => TopLevelGrammar::from_lark(calls(tools)?),
+            Self::Call(tools) => {
+                let grammar = calls(tools)?;
+                bounds::lark(&grammar)?;
+                TopLevelGrammar::from_lark(grammar)
+            }
         })
     }
 }

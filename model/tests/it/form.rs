@@ -176,6 +176,87 @@ fn what_cannot_be_followed_is_refused_by_its_name() {
     }
 }
 
+/// `start`, and behind it a chain of `count` rules or tokens whose names begin with `name`. `link` is the text of each,
+/// in which `{}` is the name of the next.
+fn chain(count: usize, name: &str, link: &str) -> Shape {
+    let named = |i: usize| {
+        let digits = i.to_string().bytes().map(|digit| char::from(digit - b'0' + b'a')).collect::<String>();
+        format!("{name}{}", if name == "R" { digits.to_uppercase() } else { digits })
+    };
+    let links = (0..count).map(|i| format!("{}: {}\n", named(i), link.replace("{}", &named(i + 1))));
+    Shape::Lark(format!("start: {}\n{}{}: \"b\"\n", named(0), links.collect::<String>(), named(count)))
+}
+
+/// A schema whose definitions refer to each other in a row.
+fn references(count: usize) -> serde_json::Value {
+    let definition = |i: usize| (i.to_string(), json!({"$ref": format!("#/$defs/{}", i + 1)}));
+    let last = (count.to_string(), json!({"type": "null"}));
+    let definitions: serde_json::Map<_, _> = (0..count).map(definition).chain([last]).collect();
+    json!({"$ref": "#/$defs/0", "$defs": definitions})
+}
+
+/// A rule with a condition within `count` others.
+fn condition(count: usize) -> Shape {
+    let (not, end) = ("not(".repeat(count), ")".repeat(count));
+    Shape::Lark(format!("start: r::0\nr::_: \"a\" %if {not}eq(_, 0){end}\n  | \"b\" r::incr(_)\n"))
+}
+
+/// The engine recurses. What is deep has the stack for that, and what is too deep is refused. Masks are computed, and
+/// matchers dropped, by threads with less stack than any of ours.
+#[test]
+fn a_form_overflows_no_stack() {
+    let checkpoint = demo();
+    let forms = Forms::new(&checkpoint).unwrap();
+    let tool = |parameters| Shape::Call(vec![Tool { name: "f".into(), parameters }]);
+    let tokens = |count| chain(count, "R", "/[ac]/ (\"b\" | \"c\" {})");
+    let all_but = |shape| match shape {
+        Shape::Lark(grammar) => Shape::Lark(grammar.replacen("start: ", "start: S\nS: /(?s:.)*/ & ~", 1)),
+        other => other,
+    };
+    for (shape, refused) in [
+        (chain(10_000, "r", "\"a\" {}"), None),
+        (chain(1_700, "r", &format!("{}{{}}{}", "(".repeat(27), ")".repeat(27))), None),
+        (chain(50_000, "r", "\"a\" {}"), Some("the grammar has 50002 rules and brackets, and the most is 50000")),
+        (chain(40_000, "r", "(({}))"), Some("rules and brackets")),
+        (condition(998), None),
+        (condition(10_000), Some("a line of the grammar has 10001 brackets in its conditions (`%if`)")),
+        (Shape::JsonSchema(references(40_000)), None),
+        (Shape::JsonSchema(references(60_000)), Some("the schema has 60003 objects and arrays, and the most is 50000")),
+        (tool(references(40_000)), None),
+        (tool(references(60_000)), Some("rules and brackets")),
+        (tokens(990), None),
+        (tokens(1_100), Some("its tokens are nested 1100 deep, and the most is 1000")),
+        (all_but(tokens(990)), None),
+    ] {
+        let form = match (forms.compile(&shape), refused) {
+            (Ok(form), None) => form,
+            (Err(error), Some(part)) if error.to_string().contains(part) => continue,
+            (found, _) => panic!("{found:?}, not {refused:?}"),
+        };
+        let tokens = checkpoint.tokenizer.encode("acacac").unwrap();
+        let follow = move || {
+            let mut matcher = form.matcher();
+            for token in tokens {
+                mask(&mut matcher, &form);
+                matcher.forced(4);
+                matcher.accept(&[token]);
+            }
+        };
+        std::thread::Builder::new().stack_size(1 << 20).spawn(follow).unwrap().join().unwrap();
+    }
+}
+
+#[test]
+fn no_ordinary_token_is_nested_deeply() {
+    let forms = Forms::new(&demo()).unwrap();
+    let words: Vec<String> = (0..20_000).map(|i| format!("word {} of many", i * 7919)).collect();
+    let long = Shape::Choice(vec!["a long text. ".repeat(5_000), "another".into()]);
+    let list = Shape::Regex(format!("({})", ["[a-z]+", "[0-9]{1,3}", "(yes|no)"].repeat(500).join(", ")));
+    for shape in [Shape::Choice(words), long, list] {
+        forms.compile(&shape).unwrap();
+    }
+}
+
 #[test]
 fn a_choice_among_allowed_tokens_is_one_of_them() {
     let logits: Vec<f32> = (0..100).map(|i| (i % 7) as f32).collect();

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 
-use super::Event;
 use super::identity::{Identity, Key};
 use super::input::{LONGEST, Line, Lines, cannot_read};
+use super::pipeline::Event;
 use super::request::{Reader, Refusal, Wanted};
 use super::result::{self, Name};
 use crate::args::batch::Shard;

@@ -3,6 +3,7 @@
 use model::Shape;
 use serde_json::{Map, Value};
 
+use super::json::Wrong;
 use super::request::{Refusal, is_nothing, quoted};
 
 /// Fields that each ask for a form.
@@ -104,7 +105,13 @@ fn of_kind(kind: &str, value: &Value, field: &str) -> Result<Shape, Refusal> {
         "json" => match value {
             Value::String(text) => match super::json::parse(text) {
                 Ok(schema) => Ok(Shape::JsonSchema(schema)),
-                Err(error) => Err(Refusal::invalid(format!("`{field}` is a text that is no JSON: {error}"))),
+                Err(Wrong::Twice(name)) => {
+                    let name = quoted(&Value::from(name));
+                    Err(Refusal::invalid(format!("`{field}` is a text of JSON in which {name} is there twice")))
+                }
+                Err(Wrong::Syntax(what)) => {
+                    Err(Refusal::invalid(format!("`{field}` is a text that is no JSON: {what}")))
+                }
             },
             Value::Object(_) => Ok(Shape::JsonSchema(value.clone())),
             _ => Err(wrong("a JSON Schema")),
@@ -171,7 +178,11 @@ mod tests {
                 json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}),
                 "`strict` must be true or false",
             ),
-            (json!({"guided_json": "{"}), "`guided_json` is a text that is no JSON"),
+            (json!({"guided_json": "{"}), "`guided_json` is a text that is no JSON: it ends too soon"),
+            (
+                json!({"guided_json": "{\"a\": 1, \"a\": 2}"}),
+                "`guided_json` is a text of JSON in which \"a\" is there twice",
+            ),
             (json!({"guided_choice": "a"}), "`guided_choice` must be an array of texts"),
             (json!({"guided_regex": 1}), "`guided_regex` must be a text"),
             (json!({"guided_regex": "a", "guided_choice": ["a"]}), "`guided_regex` and `guided_choice` both"),

@@ -8,7 +8,7 @@ use anyhow::Context;
 use flate2::bufread::MultiGzDecoder;
 use host::batch::BatchOptions;
 
-/// Most bytes of a line. A longer line is refused and skipped, so that memory stays bounded.
+/// Most bytes of a request's line. A longer line is refused and skipped, so that memory stays bounded.
 pub const LONGEST: u64 = 64 << 20;
 const BUFFER: usize = 256 << 10;
 /// The byte order mark that some programs put before UTF-8 text, of which it is no part. Below, those of UTF-16 in
@@ -19,6 +19,8 @@ const UTF_16: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 /// Lines, one after the other.
 pub struct Lines {
     reader: Box<dyn BufRead + Send>,
+    /// Most bytes of a line.
+    longest: u64,
     number: u64,
 }
 
@@ -27,18 +29,28 @@ pub struct Lines {
 pub struct Line {
     /// Counted from 1.
     pub number: u64,
-    /// The line's bytes; `None` if it is longer than [`LONGEST`].
+    /// The line's bytes; `None` if it is longer than lines may be.
     pub bytes: Option<Vec<u8>>,
+}
+
+/// Whether `path` stands for standard input or output, even if the working folder has a file of that name.
+pub fn is_standard(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// Whether `path` is a file, which can be read more than once.
+pub fn is_file(path: &Path) -> bool {
+    !is_standard(path) && path.is_file()
 }
 
 /// The number of requests in a file, if they are few. No more than that can run at once, so a device is prepared for
 /// that many. `None` if there are more, if `path` is not a file, or if it cannot be read.
 pub fn count_few(path: &Path) -> Option<u32> {
     // A pipe can be read only once.
-    if !path.is_file() {
+    if !is_file(path) {
         return None;
     }
-    let mut lines = Lines::open(path).ok()?;
+    let mut lines = Lines::open(path, LONGEST).ok()?;
     let mut count = 0;
     while count <= BatchOptions::DRAFT_ROWS {
         match lines.next() {
@@ -51,21 +63,21 @@ pub fn count_few(path: &Path) -> Option<u32> {
 }
 
 impl Lines {
-    /// Opens a file, or standard input for `-`.
+    /// Opens a file, or standard input for `-`. Lines may have `longest` bytes.
     ///
     /// # Errors
     /// If it cannot be opened or read.
-    pub fn open(path: &Path) -> anyhow::Result<Self> {
-        let raw: Box<dyn Read + Send> = if path.as_os_str() == "-" {
+    pub fn open(path: &Path, longest: u64) -> anyhow::Result<Self> {
+        let raw: Box<dyn Read + Send> = if is_standard(path) {
             Box::new(io::stdin())
         } else {
             Box::new(File::open(path).with_context(|| cannot_read(path))?)
         };
-        Self::unpack(raw).with_context(|| cannot_read(path))
+        Self::unpack(raw, longest).with_context(|| cannot_read(path))
     }
 
     /// Reads `raw`, which may be packed. The first bytes tell, so this works for a pipe as well.
-    fn unpack(raw: Box<dyn Read + Send>) -> io::Result<Self> {
+    fn unpack(raw: Box<dyn Read + Send>, longest: u64) -> io::Result<Self> {
         let mut raw = raw;
         let mut first = Vec::new();
         raw.by_ref().take(4).read_to_end(&mut first)?;
@@ -78,7 +90,7 @@ impl Lines {
                 Box::new(BufReader::with_capacity(BUFFER, zstd::stream::read::Decoder::with_buffer(whole)?))
             }
         };
-        Ok(Self { reader, number: 0 })
+        Ok(Self { reader, longest, number: 0 })
     }
 
     /// The next line that is not blank.
@@ -88,7 +100,8 @@ impl Lines {
     pub fn next(&mut self) -> io::Result<Option<Line>> {
         loop {
             let mut bytes = Vec::new();
-            let read = self.reader.by_ref().take(LONGEST + 1).read_until(b'\n', &mut bytes)?;
+            let most = self.longest.saturating_add(1);
+            let read = self.reader.by_ref().take(most).read_until(b'\n', &mut bytes)?;
             if read == 0 {
                 return Ok(None);
             }
@@ -102,7 +115,7 @@ impl Lines {
                     bytes.drain(..MARK.len());
                 }
             }
-            if bytes.last() != Some(&b'\n') && read as u64 > LONGEST {
+            if bytes.last() != Some(&b'\n') && read as u64 > self.longest {
                 self.reader.skip_until(b'\n')?;
                 return Ok(Some(Line { number, bytes: None }));
             }
@@ -118,11 +131,7 @@ impl Lines {
 
 /// The message if `path` cannot be read.
 pub fn cannot_read(path: &Path) -> String {
-    if path.as_os_str() == "-" {
-        "cannot read standard input".into()
-    } else {
-        format!("cannot read {}", path.display())
-    }
+    if is_standard(path) { "cannot read standard input".into() } else { format!("cannot read {}", path.display()) }
 }
 
 /// How a file is packed.
@@ -196,7 +205,7 @@ mod tests {
     use super::*;
 
     fn lines(bytes: Vec<u8>) -> Vec<Line> {
-        let mut lines = Lines::unpack(Box::new(io::Cursor::new(bytes))).unwrap();
+        let mut lines = Lines::unpack(Box::new(io::Cursor::new(bytes)), LONGEST).unwrap();
         std::iter::from_fn(|| lines.next().unwrap()).collect()
     }
 
@@ -239,16 +248,20 @@ mod tests {
     fn marks_of_encodings_are_no_text() {
         assert_eq!(lines(b"\xef\xbb\xbfa\n\xef\xbb\xbfb".to_vec()), [line(1, "a"), line(2, "\u{feff}b")]);
         for text in [b"\xff\xfea\0\n\0", b"\xfe\xff\0a\0\n"] {
-            let error = Lines::unpack(Box::new(io::Cursor::new(text.to_vec()))).unwrap().next().unwrap_err();
+            let mut lines = Lines::unpack(Box::new(io::Cursor::new(text.to_vec())), LONGEST).unwrap();
+            let error = lines.next().unwrap_err();
             assert!(error.to_string().contains("UTF-16"), "{error}");
         }
     }
 
     #[test]
     fn a_line_without_end_is_passed_over_in_bounded_memory() {
-        let long = io::repeat(b'x').take(LONGEST + 10).chain(io::Cursor::new(b"\nnext\n".to_vec()));
-        let mut lines = Lines::unpack(Box::new(long)).unwrap();
+        let long = || Box::new(io::repeat(b'x').take(LONGEST + 10).chain(io::Cursor::new(b"\nnext\n".to_vec())));
+        let mut lines = Lines::unpack(long(), LONGEST).unwrap();
         assert_eq!(lines.next().unwrap(), Some(Line { number: 1, bytes: None }));
         assert_eq!(lines.next().unwrap(), Some(line(2, "next")));
+        // Results have no limit.
+        let mut lines = Lines::unpack(long(), u64::MAX).unwrap();
+        assert_eq!(lines.next().unwrap().unwrap().bytes.unwrap().len() as u64, LONGEST + 10);
     }
 }

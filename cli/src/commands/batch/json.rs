@@ -2,18 +2,26 @@
 
 use std::fmt;
 
-use model::text::shown;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// Parses `text`. The error says what is wrong with it.
-pub fn parse(text: &str) -> Result<Value, String> {
+/// What is wrong with a text that should be JSON. Whoever shows it says whose text it is.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Wrong {
+    /// An object has this field twice.
+    Twice(String),
+    /// It is not JSON: what is wrong, and at which column.
+    Syntax(String),
+}
+
+/// Parses `text`.
+pub fn parse(text: &str) -> Result<Value, Wrong> {
     let mut twice = None;
     let mut reader = serde_json::Deserializer::from_str(text);
     let value = Strict { twice: &mut twice }.deserialize(&mut reader);
     value.and_then(|value| reader.end().map(|()| value)).map_err(|error| match twice {
-        Some(name) => format!("`{}` is there twice", shown(&name)),
-        None => format!("the line is not JSON: {}", what_is_wrong(&error)),
+        Some(name) => Wrong::Twice(name),
+        None => Wrong::Syntax(what_is_wrong(&error)),
     })
 }
 
@@ -168,7 +176,7 @@ impl<'de> Visitor<'de> for Strict<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{custom_id, parse};
+    use super::{Wrong, custom_id, parse};
 
     #[test]
     fn a_field_that_is_there_twice_is_refused_wherever_it_is() {
@@ -176,7 +184,7 @@ mod tests {
         assert_eq!(parse(text).unwrap(), serde_json::from_str::<serde_json::Value>(text).unwrap());
         assert!(parse(text).unwrap().to_string().starts_with("{\"b\":"), "the order of fields is kept");
         for text in [r#"{"a": 1, "b": 2, "a": 1}"#, r#"{"x": [{"a": 1, "\u0061": null}]}"#] {
-            assert_eq!(parse(text).unwrap_err(), "`a` is there twice");
+            assert_eq!(parse(text).unwrap_err(), Wrong::Twice("a".into()));
         }
     }
 
@@ -198,7 +206,7 @@ mod tests {
             (&"[".repeat(200), "within each other, at column 128"),
         ] {
             let found = parse(text).unwrap_err();
-            assert!(found.starts_with("the line is not JSON: ") && found.contains(said), "{text}: {found}");
+            assert!(matches!(&found, Wrong::Syntax(what) if what.contains(said)), "{text}: {found:?}");
         }
     }
 

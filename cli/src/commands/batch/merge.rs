@@ -1,19 +1,20 @@
 //! `warpdraft batch merge`: the results of shards in one file, in the order of the requests.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Error, ErrorKind, Read, Seek, SeekFrom, Write};
-use std::path::Path;
+use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::identity::Identity;
-use super::input::{Lines, Packing, cannot_read};
+use super::input::{LONGEST, Line, Lines, Packing, cannot_read, is_file, is_standard};
 use super::output::{Packer, changed, warn_of_unsealed};
 use super::result::{Seal, Written};
 use crate::Ending;
-use crate::output::{note, share_with_others};
+use crate::output::{note, print_bytes};
 use crate::resolve::batch::Merge;
+use crate::unfinished::{Unfinished, folder_of, without_path};
 
 /// A result in the spill file.
 struct Entry {
@@ -34,44 +35,45 @@ struct Entry {
 /// exists.
 pub fn run(command: &Merge) -> anyhow::Result<Ending> {
     let Merge { shards, output, requests, report } = command;
-    let to_stdout = output.as_os_str() == "-";
-    if !to_stdout && output.is_file() {
+    if is_file(output) {
         bail!("{} is there already; name another output, or remove it", output.display());
     }
-    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty() && !to_stdout);
-    let folder = folder.map_or_else(|| Path::new(".").to_owned(), Path::to_owned);
-    let cannot_write = || format!("cannot write to {}", folder.display());
-    let spill = tempfile::tempfile_in(&folder).map_err(without_path).with_context(cannot_write)?;
-    let mut spill = BufWriter::new(spill);
+    let Gathered { mut spill, mut entries, unsealed } = gather(shards, folder_of(output))?;
+    let twice = put_in_order(&mut entries, shards)?;
+    if let Some(requests) = requests {
+        check(requests, &entries)?;
+    }
+    write(&mut spill, &entries, output)?;
+    if report.is_told() {
+        let twice = if twice > 0 { format!("; {twice} were there twice") } else { String::new() };
+        note(&format!("{} results of {} files{twice}", entries.len(), shards.len()));
+        warn_of_unsealed(unsealed);
+    }
+    Ok(Ending::Done)
+}
 
-    let mut entries = Vec::new();
-    let (mut end, mut unsealed) = (0, 0);
+/// The results of all shards.
+struct Gathered {
+    spill: File,
+    entries: Vec<Entry>,
+    /// How many have no seal.
+    unsealed: u64,
+}
+
+/// Gathers the results of `shards` in an unnamed file in `folder`.
+fn gather(shards: &[PathBuf], folder: &Path) -> anyhow::Result<Gathered> {
+    let cannot_write = || format!("cannot write to {}", folder.display());
+    let spill = tempfile::tempfile_in(folder).map_err(without_path).with_context(cannot_write)?;
+    let mut spill = BufWriter::new(spill);
+    let (mut entries, mut end, mut unsealed) = (Vec::new(), 0, 0);
     // The fingerprint of the first answer, and the file with that answer.
     let mut made_by: Option<(String, &Path)> = None;
     for (number, shard) in shards.iter().enumerate() {
-        let torn = || {
-            format!("{} ends in the middle of a result; finish it first, by the command that began it", shard.display())
-        };
-        let mut lines = Lines::open(shard)?;
-        loop {
-            let line = match lines.next() {
-                Ok(Some(line)) => line,
-                Ok(None) => break,
-                Err(error) if error.kind() == ErrorKind::UnexpectedEof => bail!(torn()),
-                Err(error) => return Err(error).with_context(|| cannot_read(shard)),
-            };
-            let bytes = line.bytes.unwrap_or_default();
-            let Some(Written { identity, fingerprint, seal }) = Written::parse(&bytes) else {
-                if Written::begins(&bytes) && !bytes.ends_with(b"}") {
-                    bail!(torn());
-                }
-                bail!("line {} of {} is not a result of this program", line.number, shard.display());
-            };
-            match seal {
-                Seal::Whole => {}
-                Seal::Broken => return Err(changed(shard, line.number)),
-                Seal::None => unsealed += 1,
-            }
+        // A result may be longer than a request may be.
+        let mut lines = Lines::open(shard, u64::MAX)?;
+        while let Some(line) = next(&mut lines, shard)? {
+            let Written { identity, fingerprint, seal } = result_of(&line, shard)?;
+            unsealed += u64::from(seal == Seal::None);
             if let Some(fingerprint) = fingerprint {
                 let (first, from) = made_by.get_or_insert_with(|| (fingerprint.clone(), shard));
                 if *first != fingerprint {
@@ -84,13 +86,49 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
                     );
                 }
             }
+            let bytes = line.bytes.unwrap_or_default();
             spill.write_all(&bytes).and_then(|()| spill.write_all(b"\n")).with_context(cannot_write)?;
             let length = bytes.len() as u64 + 1;
             entries.push(Entry { identity, digest: xxh3_64(&bytes), shard: number, start: end, length });
             end += length;
         }
     }
-    let mut spill = spill.into_inner().map_err(|error| error.into_error()).with_context(cannot_write)?;
+    let spill = spill.into_inner().map_err(|error| error.into_error()).with_context(cannot_write)?;
+    Ok(Gathered { spill, entries, unsealed })
+}
+
+/// The next line of `shard`.
+fn next(lines: &mut Lines, shard: &Path) -> anyhow::Result<Option<Line>> {
+    lines.next().map_err(|error| match error.kind() {
+        ErrorKind::UnexpectedEof => torn(shard),
+        _ => anyhow::Error::from(error).context(cannot_read(shard)),
+    })
+}
+
+/// The result in a line of `shard`.
+///
+/// # Errors
+/// If it is something else, torn, or changed.
+fn result_of(line: &Line, shard: &Path) -> anyhow::Result<Written> {
+    let bytes = line.bytes.as_deref().unwrap_or_default();
+    match Written::parse(bytes) {
+        Some(Written { seal: Seal::Broken, .. }) => Err(changed(shard, line.number)),
+        Some(written) => Ok(written),
+        None if Written::begins(bytes) && !bytes.ends_with(b"}") => Err(torn(shard)),
+        None => bail!("line {} of {} is not a result of this program", line.number, shard.display()),
+    }
+}
+
+/// The error for a file that ends in the middle of a result.
+fn torn(shard: &Path) -> anyhow::Error {
+    anyhow!("{} ends in the middle of a result; finish it first, by the command that began it", shard.display())
+}
+
+/// Puts results in the order of their requests, and leaves out those that are there again. Returns how many these were.
+///
+/// # Errors
+/// If a request has two results that differ, or the results are of different requests.
+fn put_in_order(entries: &mut Vec<Entry>, shards: &[PathBuf]) -> anyhow::Result<usize> {
     entries.sort_by_key(|entry| (entry.identity, entry.start));
     let is_other = |pair: &&[Entry]| pair[0].identity == pair[1].identity && pair[0].digest != pair[1].digest;
     if let Some(pair) = entries.windows(2).find(is_other) {
@@ -101,9 +139,8 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
             shards[pair[1].shard].display()
         );
     }
-    let twice = entries.len();
+    let all = entries.len();
     entries.dedup_by_key(|entry| entry.identity);
-    let twice = twice - entries.len();
     if let Some(pair) = entries.windows(2).find(|pair| pair[0].identity.line == pair[1].identity.line) {
         bail!(
             "{} and {} are of different requests: their lines {} differ; merge shards of one file",
@@ -112,45 +149,29 @@ pub fn run(command: &Merge) -> anyhow::Result<Ending> {
             pair[0].identity.line
         );
     }
-    if let Some(requests) = requests {
-        check(requests, &entries)?;
-    }
+    Ok(all - entries.len())
+}
 
+/// Writes the results to the output, which is no file yet.
+fn write(spill: &mut File, entries: &[Entry], output: &Path) -> anyhow::Result<()> {
     let mut packer = Packer::new(Packing::of_name(output));
     let cannot_write = || format!("cannot write to {}", output.display());
-    if to_stdout {
-        copy(&mut spill, &entries, &mut packer, &mut |bytes| crate::output::print_bytes(bytes))?;
+    if is_standard(output) {
+        copy(spill, entries, &mut packer, &mut |bytes| print_bytes(bytes))
     } else if output.exists() {
         // A pipe or a device.
         let mut stream = File::options().write(true).open(output).with_context(cannot_write)?;
-        copy(&mut spill, &entries, &mut packer, &mut |bytes| stream.write_all(bytes).with_context(cannot_write))?;
+        copy(spill, entries, &mut packer, &mut |bytes| stream.write_all(bytes).with_context(cannot_write))
     } else {
-        // The file gets its name once it is whole.
-        let mut file = tempfile::NamedTempFile::new_in(&folder).map_err(without_path).with_context(cannot_write)?;
-        copy(&mut spill, &entries, &mut packer, &mut |bytes| file.write_all(bytes).with_context(cannot_write))?;
-        file.as_file().sync_data().with_context(cannot_write)?;
-        share_with_others(file.as_file()).with_context(cannot_write)?;
-        file.persist_noclobber(output).map_err(|error| error.error).with_context(cannot_write)?;
-    }
-    if report.is_told() {
-        let twice = if twice > 0 { format!("; {twice} were there twice") } else { String::new() };
-        note(&format!("{} results of {} files{twice}", entries.len(), shards.len()));
-        warn_of_unsealed(unsealed);
-    }
-    Ok(Ending::Done)
-}
-
-/// The system's own error, without the name of a temporary file, which means nothing to a person.
-fn without_path(error: Error) -> Error {
-    match error.get_ref().and_then(|inner| inner.source()).and_then(|source| source.downcast_ref::<Error>()) {
-        Some(system) => system.raw_os_error().map_or_else(|| system.kind().into(), Error::from_raw_os_error),
-        None => error,
+        let mut file = Unfinished::beside(output).with_context(cannot_write)?;
+        copy(spill, entries, &mut packer, &mut |bytes| file.write(bytes).with_context(cannot_write))?;
+        file.name_new(output).with_context(cannot_write)
     }
 }
 
 /// Checks that every request has its result.
 fn check(requests: &Path, entries: &[Entry]) -> anyhow::Result<()> {
-    let mut lines = Lines::open(requests)?;
+    let mut lines = Lines::open(requests, LONGEST)?;
     let mut entries = entries.iter().map(|entry| entry.identity).peekable();
     let (mut missing, mut first) = (0, None);
     while let Some(line) = lines.next().with_context(|| cannot_read(requests))? {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, bail};
 
 use super::identity::Identity;
-use super::input::{Packing, WHOSE};
+use super::input::{Packing, WHOSE, is_standard};
 use super::result::{Seal, Written};
 use crate::output::{ClosedPipe, note};
 
@@ -48,7 +48,7 @@ impl Output {
     pub fn open(path: &Path, found: &mut dyn FnMut(Written) -> anyhow::Result<()>) -> anyhow::Result<Self> {
         let packing = Packing::of_name(path);
         let output = |sink| Self { path: path.to_owned(), sink, packer: Packer::new(packing) };
-        if path.as_os_str() == "-" {
+        if is_standard(path) {
             return Ok(output(Sink::Stream(Box::new(io::stdout()))));
         }
         let cannot_open = || format!("cannot open {}", path.display());

@@ -10,6 +10,7 @@ use model::{ChatTemplate, Checkpoint, Forms, GenerationConfig, Sampling, Shape, 
 use serde_json::{Map, Value};
 
 use super::identity::Key;
+use super::json::Wrong;
 use super::{form, json, messages};
 use crate::form::behind_thought;
 use crate::resolve::batch::Defaults;
@@ -191,9 +192,9 @@ impl Reader {
             let at = error.valid_up_to();
             Refusal::new("invalid_utf8", format!("the line is not UTF-8 text (byte {at}, counted from 0)"))
         })?;
-        let line = json::parse(text).map_err(|message| {
-            let twice = message.ends_with(" is there twice");
-            Refusal::new(if twice { "invalid_request" } else { "invalid_json" }, message)
+        let line = json::parse(text).map_err(|wrong| match wrong {
+            Wrong::Twice(name) => Refusal::invalid(format!("`{}` is there twice", shown(&name))),
+            Wrong::Syntax(what) => Refusal::new("invalid_json", format!("the line is not JSON: {what}")),
         })?;
         let Value::Object(mut line) = line else {
             return Err(Refusal::new("invalid_json", "the line is not a JSON object"));
@@ -221,6 +222,8 @@ impl Reader {
         }
         let Prompt { endpoint, tokens: prompt, shaped } = self.prompt(fields)?;
         let answer = &self.defaults.answer;
+        // `Batch::submit` refuses such a prompt too. Here it does not get into the queue, whose memory is bounded in
+        // prompts that fit.
         if prompt.len() >= self.context {
             let Self { context, most, .. } = *self;
             return Err(host::Error::PromptTooLong { prompt: prompt.len(), context, most }.into());
@@ -236,12 +239,10 @@ impl Reader {
             None if matches!(endpoint, Endpoint::Chat(_)) => self.defaults.chat_tokens,
             None => self.defaults.prompt_tokens,
         };
-        let sampling = self.sampling(fields, key)?;
-        sampling.check().map_err(|error| Refusal::invalid(error.to_string()))?;
         let request = host::Request {
             prompt,
             max_tokens,
-            sampling,
+            sampling: self.sampling(fields, key)?,
             draft: None,
             stop: fields.stop()?.unwrap_or_else(|| answer.stop.clone()),
             // A default that is meant for all requests does not apply to those whose answers have a form.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::identity::{Identity, Key};
-use super::input::Lines;
+use super::input::{LONGEST, Lines};
 use super::{ahead, out_of_order};
 use crate::args::batch::Shard;
 
@@ -17,12 +17,11 @@ pub struct Survey {
     pub done: u64,
 }
 
-/// Counts the requests of `shard`. `None` if not all of them can be read: the run then answers those that can be, and
-/// reports the error after that.
+/// Counts the requests of `shard`. `done` has the lines and digests that the output has results for. `None` if not all
+/// requests can be read: the run then answers those that can be, and reports the error after that.
 ///
-/// If the output is not of these requests: `done` has the lines and digests that it has results for. Also if it is
-/// `ordered` and has a result behind a request that has none.
-/// `ordered`, has one behind a request that has none.
+/// # Errors
+/// If the output is not of these requests, or if it is `ordered` and has a result behind a request that has none.
 pub fn survey(
     requests: &Path,
     output: &Path,
@@ -30,7 +29,7 @@ pub fn survey(
     ordered: bool,
     done: &HashMap<u64, u64>,
 ) -> anyhow::Result<Option<Survey>> {
-    let mut lines = Lines::open(requests)?;
+    let mut lines = Lines::open(requests, LONGEST)?;
     let (mut survey, mut found, mut is_behind) = (Survey { total: 0, done: 0 }, 0, false);
     loop {
         let line = match lines.next() {

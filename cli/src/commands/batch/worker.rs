@@ -6,12 +6,11 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
-use anyhow::anyhow;
 use host::Finish;
 use host::batch::{Batch, Done, Job, Metrics, Queue};
 
-use super::Event;
 use super::ahead::Work;
+use super::pipeline::{Event, tell_end};
 use super::request::{Endpoint, Wanted};
 use super::result::{self, Name, Writer};
 
@@ -33,23 +32,6 @@ pub struct Worker {
     pub asked: HashMap<u64, Asked>,
 }
 
-/// Reports that a worker has left, however it leaves: the thread that waits for its results must know.
-struct Leaving {
-    events: SyncSender<Event>,
-    stop: Arc<AtomicBool>,
-    error: Option<anyhow::Error>,
-}
-
-impl Drop for Leaving {
-    fn drop(&mut self) {
-        if self.error.is_some() {
-            self.stop.store(true, Ordering::Relaxed);
-        }
-        // Nobody receives this if results cannot be written.
-        let _ = self.events.send(Event::Left(self.error.take()));
-    }
-}
-
 /// What a result must say about its request.
 pub struct Asked {
     name: Name,
@@ -58,11 +40,10 @@ pub struct Asked {
 }
 
 impl Worker {
-    /// Answers requests until there are no more, or it is told to stop. Then it reports that it has left.
+    /// Answers requests until there are no more, or it is told to stop. Then it tells that it has left, before it gives
+    /// its device back.
     pub fn run(mut self) {
-        let lost = Some(anyhow!("a worker was lost; this is a mistake in the program"));
-        let mut leaving = Leaving { events: self.events.clone(), stop: self.stop.clone(), error: lost };
-        leaving.error = self.go_on().err().map(anyhow::Error::from);
+        tell_end(self.events.clone(), Event::WorkerLeft, "a worker", || Ok(self.go_on()?));
     }
 
     fn go_on(&mut self) -> Result<(), host::Error> {
@@ -70,6 +51,7 @@ impl Worker {
         let mut more = true;
         while !stop.load(Ordering::Relaxed) {
             more = more && self.take();
+            self.batch.expect_more(more);
             if self.batch.is_idle() {
                 if !more {
                     break;

@@ -12,6 +12,7 @@ use host::{DeviceChoice, Error};
 
 use crate::progress::Progress;
 use crate::resolve::bench::{Bench, Group};
+use crate::unfinished::Unfinished;
 use crate::{Ending, loading, output};
 
 /// What to use without a card.
@@ -58,14 +59,10 @@ pub fn run(command: Bench) -> anyhow::Result<Ending> {
     drop(progress);
     let outcome = Outcome { device: device.name(), repeats, limits, rows: &rows };
     if let Some(path) = &command.plot {
-        // First written to a file beside it, so that no reader finds half of the plot.
-        let beside = path.with_added_extension("part");
-        let name = path.display();
         let svg = plot::draw(&outcome)?;
-        std::fs::write(&beside, svg).and_then(|()| std::fs::rename(&beside, path)).with_context(|| {
-            let _ = std::fs::remove_file(&beside);
-            format!("cannot write the plot to {name}")
-        })?;
+        let write = |mut file: Unfinished| file.write(svg.as_bytes()).and_then(|()| file.replace(path));
+        let written = Unfinished::beside(path).and_then(write);
+        written.with_context(|| format!("cannot write the plot to {}", path.display()))?;
     }
     if command.report.json {
         output::print_json(&json::of(&outcome), true)?;
