@@ -110,7 +110,7 @@ pub trait Backend: Send {
     /// A device error.
     ///
     /// # Panics
-    /// If no sequence was begun: a bug of the caller.
+    /// If no sequence was begun, or its last step failed: a bug of the caller.
     fn step(&mut self) -> Result<Step, Error>;
 
     /// Sets whether the [phases](Self::take_phases) of each further step are recorded, on backends that can. Steps then

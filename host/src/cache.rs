@@ -21,10 +21,10 @@ impl KvCache {
     /// A cache of `pages` pages, all zero.
     ///
     /// # Errors
-    /// Too little memory.
+    /// Too little memory; [`Error::TooLarge`] for a cache that no memory could hold.
     pub fn new(device: &Device, config: &Config, pages: usize) -> Result<Self, Error> {
         let layers = config.num_hidden_layers;
-        let elements = device.zeroed(layers * pages * Self::page_len(config))?;
+        let elements = device.zeroed_array("the cache", &[layers, pages, Self::page_len(config)])?;
         Ok(Self { elements, layers, pages, kv_heads: config.plan.attention.key_value_heads as u32 })
     }
 

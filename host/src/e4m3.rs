@@ -27,6 +27,7 @@ use crate::device::{Buffer, Device, TensorMaps};
 use crate::gemm::{self, Epilogue};
 use crate::quantized::{RowPlacement, places};
 use crate::stream::{Stream, chunks, n_tiles};
+use crate::weights::check_size;
 
 /// Outputs, and inputs, of a block of weights.
 pub const BLOCK: usize = GROUP as usize;
@@ -115,9 +116,23 @@ impl E4m3 {
         e4m3::Weights { codes: self.codes.weights().ptr(), scales: self.scales_at }
     }
 
-    /// The device that the codes are on.
-    pub(crate) fn device(&self) -> &Device {
-        self.codes.weights().device()
+    /// Checks that the codes are on `device`, and of the layers of a model of this config.
+    ///
+    /// # Errors
+    /// [`Error::Weights`], [`Error::WeightShape`].
+    pub(crate) fn check(&self, device: &Device, config: &Config) -> Result<(), Error> {
+        let is_here = self.codes.weights().device().is_same_card(device);
+        let found: Vec<_> = self.codes.matrices().iter().filter(|_| is_here).map(|of| (of.n_tiles, of.k)).collect();
+        let expected: Vec<_> = pairs(config).collect();
+        check_size("matrices of codes in e4m3", (device, device), found.len(), expected.len())?;
+        let inputs = |(n_tiles, pairs): (u32, u32)| [n_tiles as usize, 2 * pairs as usize];
+        match found.into_iter().zip(expected).find(|(found, expected)| found != expected) {
+            Some((found, expected)) => {
+                let (found, expected) = (inputs(found), inputs(expected));
+                Err(Error::WeightShape { what: "matrix of codes in e4m3", found, expected })
+            }
+            None => Ok(()),
+        }
     }
 
     /// Bytes of codes and scales.

@@ -1,5 +1,7 @@
 //! The errors of the engine.
 
+use gpu_kernels::linear::N_TILE;
+
 /// An error of this crate. The message says what is wrong and what to do about it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -101,6 +103,14 @@ pub enum Error {
         /// Bytes free.
         free: u64,
     },
+    /// An array would have more elements than any memory.
+    #[error(
+        "{what} would be larger than any memory; use a shorter --context, a smaller --cache-tokens, or fewer --sequences or --rows"
+    )]
+    TooLarge {
+        /// What would be too large.
+        what: &'static str,
+    },
     /// The model and its cache do not fit on the device. Checked before anything is loaded.
     #[error(
         "this model needs {} on {device} ({} of weights, {} of cache for {context} tokens), and {} are free; \
@@ -188,6 +198,31 @@ pub enum Error {
         found: usize,
         /// Elements that the model has.
         expected: usize,
+    },
+    /// A matrix on a device does not have the shape of this model's.
+    #[error(
+        "the weights on the device are not of this model: the {what} has {} rows of {} inputs there, and {} of {} are needed; upload \
+         them to this device from the same checkpoint",
+        .found[0] * N_TILE as usize, .found[1], .expected[0] * N_TILE as usize, .expected[1]
+    )]
+    WeightShape {
+        /// Which matrix.
+        what: &'static str,
+        /// N-tiles, of 16 rows each, and inputs that there are on the device; zeros if the matrix is not there.
+        found: [usize; 2],
+        /// N-tiles and inputs that the model has.
+        expected: [usize; 2],
+    },
+    /// Weights were to be packed to a size that packing does not have.
+    #[error(
+        "weights cannot be packed with lists of {list_bytes} bytes: lists have a multiple of 16, and at most {most}; take the size \
+         from `PackedSize::of`"
+    )]
+    PackedSize {
+        /// Bytes of a list that were asked for.
+        list_bytes: u32,
+        /// The most bytes of a list.
+        most: u32,
     },
     /// The model computed a number that is NaN or infinite, so no token can be chosen.
     #[error(

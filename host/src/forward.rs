@@ -180,7 +180,7 @@ impl Forward {
     ///
     /// # Errors
     /// A shape that the kernels do not [cover](Self::check), weights of another shape or on another card, too little
-    /// memory, or a driver error.
+    /// memory, sizes for which there could be none, or a driver error.
     ///
     /// # Panics
     /// If `room` has no pages: a bug of the caller.
@@ -197,6 +197,7 @@ impl Forward {
         pairs: Option<Pairs>,
     ) -> Result<Self, Error> {
         Self::check(config)?;
+        room.check()?;
         covered::check_weights(device, config, &weights, if pairs.is_some() { 2 } else { 1 })?;
         assert!(room.pages > 0, "a cache without pages");
         let (rows, splits) = (room.rows, room.splits());
@@ -204,10 +205,10 @@ impl Forward {
         // GEMMs of e4m3 write whole tiles of rows.
         let of_gemms = if coded { Coded::rows(rows) } else { rows };
         let LayerPlan { hidden, attention, .. } = config.plan;
-        let q = attention.query_size();
+        let (q, q_heads) = (attention.query_size(), attention.query_heads);
         let rope = timed("the rotary table", || RopeTable::of(config, room.context));
         let forward = || {
-            let activation = device.zeroed(of_gemms * config.plan.activation_size())?;
+            let activation = device.zeroed_array("the activations", &[of_gemms, config.plan.activation_size()])?;
             Ok(Self {
                 cos: device.upload(&rope.cos)?,
                 sin: device.upload(&rope.sin)?,
@@ -221,21 +222,21 @@ impl Forward {
                 states: None,
                 tree: None,
                 pairs,
-                page_table: device.zeroed(room.sequences * pages(room.context))?,
+                page_table: device.zeroed_array("the page tables", &[room.sequences, pages(room.context)])?,
                 row_count: device.zeroed(1)?,
                 row_tokens: device.zeroed(rows)?,
                 row_positions: device.zeroed(rows)?,
                 row_sequences: device.zeroed(rows)?,
-                residual: device.zeroed(of_gemms * hidden)?,
-                scaled: device.zeroed(of_gemms * hidden)?,
-                squares: device.zeroed(of_gemms * hidden / N_TILE as usize)?,
-                qkv: device.zeroed(of_gemms * attention.qkv_size())?,
-                q: device.zeroed(rows * q)?,
-                sums: device.zeroed(rows * attention.query_heads * splits * HEAD_DIM as usize)?,
-                scales: device.zeroed(rows * attention.query_heads * splits * 2)?,
-                attended: device.zeroed(rows * q)?,
+                residual: device.zeroed_array("the residual stream", &[of_gemms, hidden])?,
+                scaled: device.zeroed_array("the scaled residual stream", &[of_gemms, hidden])?,
+                squares: device.zeroed_array("the sums of squares", &[of_gemms, hidden / N_TILE as usize])?,
+                qkv: device.zeroed_array("queries, keys and values", &[of_gemms, attention.qkv_size()])?,
+                q: device.zeroed_array("the queries", &[rows, q])?,
+                sums: device.zeroed_array("the sums of attention", &[rows, q_heads, splits, HEAD_DIM as usize])?,
+                scales: device.zeroed_array("the scales of attention", &[rows, q_heads, splits, 2])?,
+                attended: device.zeroed_array("the output of attention", &[rows, q])?,
                 activation,
-                logits: device.zeroed(rows * config.vocab_size)?,
+                logits: device.zeroed_array("the logits", &[rows, config.vocab_size])?,
                 device: device.clone(),
                 config: config.clone(),
                 weights,
@@ -316,8 +317,8 @@ impl Forward {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn begin_trace(&mut self) -> Result<(), Error> {
-        let words = self.device.sms() * DecodeStep::trace_len(self.config.num_hidden_layers as u32);
-        self.trace = Some(self.device.zeroed(words as usize)?);
+        let words = DecodeStep::trace_len(self.config.num_hidden_layers as u32) as usize;
+        self.trace = Some(self.device.zeroed_array("the trace", &[self.device.sms() as usize, words])?);
         Ok(())
     }
 

@@ -365,7 +365,7 @@ pub unsafe fn enqueue_cut(
             return launch(device, epilogue, Cut::Cluster2x1, schedule.clusters_2x1, p);
         }
         // A recording that is launched again would repeat the pair's number, and the second launch would not wait.
-        device.refuse_while_recording("a product in two launches, side by side,")?;
+        let _enqueuing = device.refuse_while_recording("a product in two launches, side by side,")?;
         let [first, second] = beside.next();
         launch(device, epilogue, cut, schedule.clusters, Gemm { n: border, beside: first, ..p })?;
         launch(

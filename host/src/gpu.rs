@@ -13,14 +13,14 @@ mod prompt;
 use std::time::{Duration, Instant};
 
 use cuda_std::{Global, Kernel};
-use gpu_kernels::drafting::{self, DraftScript};
-use gpu_kernels::sample::{PROMPTED, Sample, Settings, Split};
+use gpu_kernels::drafting::DraftScript;
+use gpu_kernels::sample::{Sample, Settings, Split};
 use gpu_kernels::step::{
     Accept, DraftState, MAX_DECODE_ROWS, MAX_ROWS, NO_TOKEN, PlanDecode, Report, Rows, STATE_WORDS, SequenceState,
 };
 use model::{Checkpoint, Config, Place, Sampling};
 
-use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step, common_prefix};
+use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step};
 use crate::device::{Buffer, Device, Mapped, Pinned};
 use crate::draft::{Draft, DraftCheckpoint};
 use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Passes, Proposals, ScriptDrafter};
@@ -68,6 +68,8 @@ pub struct Gpu {
     model: Option<ModelDrafter>,
     run_ahead: u32,
     run: Run,
+    /// Whether `run` can go on: whatever was enqueued last ended with a plan for its next step.
+    can_step: bool,
     /// Tokens whose keys and values are in the cache.
     cached: Vec<u32>,
     /// How many of `cached`, from the first on, were read as part of a prompt.
@@ -261,6 +263,7 @@ impl Gpu {
                 newest: None,
                 form: None,
             },
+            can_step: false,
             cached: Vec::new(),
             prompted: 0,
             forward,
@@ -373,7 +376,7 @@ impl Gpu {
         let length = (self.run.length + in_flight as usize).min(self.run.max_length);
         // The newest token is the last of at most `length`; drafts follow it.
         let end = (length + most_rows as usize - 1).min(self.forward.capacity());
-        // SAFETY: whatever was enqueued last ended with a plan, which zeroes the counters.
+        // SAFETY: whatever was enqueued last ended with a plan, which zeroes the counters: `can_step` says so.
         unsafe { self.forward.enqueue_decode(most_rows, end as u32)? };
         self.enqueue_choice(most_rows, 0, true, length)
     }
@@ -425,7 +428,7 @@ impl Gpu {
     /// # Panics
     /// If no sequence was begun: a bug of the caller.
     pub fn time_around_step(&mut self, repeats: u32) -> Result<f64, Error> {
-        assert!(self.run.length > 0, "drafts for no sequence");
+        assert!(std::mem::take(&mut self.can_step), "drafts for no sequence");
         let timer = self.forward.device().timer()?;
         let device = self.forward.device().clone();
         let mut next = || self.enqueue_next(self.accept(Default::default(), 0, true), self.run.length);
@@ -455,81 +458,9 @@ impl Gpu {
         }
         Ok(at)
     }
-}
 
-impl Backend for Gpu {
-    fn device(&self) -> String {
-        self.forward.device().name().into()
-    }
-
-    fn capacity(&self) -> usize {
-        self.forward.capacity()
-    }
-
-    fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
-        if let Some(draft) = &sequence.draft {
-            draft.check_for(self.model.is_some())?;
-        }
-        sequence.check(self.forward.capacity(), self.forward.config().vocab_size)?;
-        let stops = sequence.stop_tokens;
-        if stops.len() > MOST_STOP_TOKENS {
-            return Err(Error::StopTokens { count: stops.len(), most: MOST_STOP_TOKENS });
-        }
-        self.forward.device().synchronize()?;
-        let prompt = sequence.prompt;
-        let mut reused = common_prefix(&self.cached, prompt);
-        if self.forward.prefill().is_some() {
-            // A prompt's passes and decode steps leave different bits in the cache. Tokens that were generated are part
-            // of a prompt here, so they are read again as such.
-            reused = reused.min(self.prompted);
-        }
-        // Under a form only the host drafts.
-        let by_model = match sequence.draft {
-            Some(Draft::Model(draft)) if sequence.form.is_none() && self.script.is_none() => Some(draft),
-            _ => None,
-        };
-        let head = self.model.as_ref().filter(|model| model.is_head() && by_model.is_some());
-        self.forward.want_states(head.is_some());
-        self.forward.want_tree(by_model.is_some_and(|draft| draft.branches > 1));
-        if let Some(head) = head {
-            // A head lacks the hidden states of tokens that were read without it.
-            reused = reused.min(head.known(prompt));
-        }
-        self.cached.truncate(reused);
-        let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();
-        self.history.write(0, &tokens)?;
-        let mut words = [0; STATE_WORDS];
-        words[SequenceState::LENGTH] = prompt.len() as u32;
-        words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
-        self.words.write(0, &words)?;
-        let mut uses = vec![0; self.uses.len()];
-        for &token in prompt {
-            uses[token as usize] = PROMPTED;
-        }
-        self.uses.write(0, &uses)?;
-        self.stop_tokens.write(0, stops)?;
-        self.ring.clear();
-        self.run = Run {
-            sampling: sequence.sampling,
-            draft: sequence.draft,
-            max_length: sequence.max_length,
-            stop_count: stops.len() as u32,
-            length: prompt.len(),
-            step_rows: 1 + sequence.draft.map_or(0, |draft| draft.tokens()),
-            enqueued: 0,
-            read: 0,
-            newest: None,
-            form: sequence.form.map(|form| form::Following::new(form.matcher(), prompt)),
-        };
-        if let Some(drafter) = self.drafter() {
-            drafter.begin(sequence)?;
-        }
-        self.enqueue_prompt(reused, prompt, progress)?;
-        Ok(reused)
-    }
-
-    fn step(&mut self) -> Result<Step, Error> {
-        assert!(self.run.length > 0, "a step of no sequence");
+    /// Runs the next step of the sequence that was begun.
+    fn step_of_run(&mut self) -> Result<Step, Error> {
         self.catch_up()?;
         while self.run.form.is_none() && self.run.enqueued <= self.run.read + self.run_ahead {
             self.enqueue_decode()?;
@@ -558,6 +489,39 @@ impl Backend for Gpu {
         self.follow(&step)?;
         Ok(step)
     }
+}
+
+impl Backend for Gpu {
+    fn device(&self) -> String {
+        self.forward.device().name().into()
+    }
+
+    fn capacity(&self) -> usize {
+        self.forward.capacity()
+    }
+
+    fn begin(&mut self, sequence: &Sequence<'_>, progress: &mut PromptProgress<'_>) -> Result<usize, Error> {
+        if let Some(draft) = &sequence.draft {
+            draft.check_for(self.model.is_some())?;
+        }
+        sequence.check(self.forward.capacity(), self.forward.config().vocab_size)?;
+        let stops = sequence.stop_tokens;
+        if stops.len() > MOST_STOP_TOKENS {
+            return Err(Error::StopTokens { count: stops.len(), most: MOST_STOP_TOKENS });
+        }
+        self.can_step = false;
+        let reused = self.begin_checked(sequence, progress)?;
+        self.can_step = true;
+        Ok(reused)
+    }
+
+    fn step(&mut self) -> Result<Step, Error> {
+        // After a failure too, it stays false.
+        assert!(std::mem::take(&mut self.can_step), "a step of no sequence");
+        let step = self.step_of_run()?;
+        self.can_step = true;
+        Ok(step)
+    }
 
     fn note_phases(&mut self, noted: bool) -> Result<(), Error> {
         if !noted {
@@ -578,6 +542,8 @@ impl Backend for Gpu {
 
     fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
         self.forward.device().synchronize()?;
+        // A sequence cannot go on: its history and its planned rows are overwritten.
+        self.can_step = false;
         self.cached.clear();
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         self.history.write(0, &history)?;

@@ -16,6 +16,7 @@ use model::plan::{Gemm, Matrix};
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::stream::{Stream, bases, n_tiles};
+use crate::weights::check_bases;
 
 pub use self::sampled::{PackedSize, Sample};
 
@@ -54,18 +55,23 @@ impl Packed {
     /// packed.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// [`Error::PackedSize`], too little memory, or a driver error.
     pub fn new(device: &Device, sizes: impl IntoIterator<Item = (u32, u32)>, size: PackedSize) -> Result<Self, Error> {
+        let list_bytes = size.list_bytes;
+        if !(LIST_STEP..=LONGEST_LIST).contains(&list_bytes) || !list_bytes.is_multiple_of(LIST_STEP) {
+            return Err(Error::PackedSize { list_bytes, most: LONGEST_LIST });
+        }
         let bases = bases(sizes, device.sms());
         let matrices = bases.len() - 1;
+        let tiles = [bases[matrices] as usize, chunk_bytes(list_bytes) as usize];
         Ok(Self {
-            tiles: device.zeroed((bases[matrices] * chunk_bytes(size.list_bytes)) as usize)?,
+            tiles: device.zeroed_array("the packed weights", &tiles)?,
             more: device.zeroed(more_room(size.plain, size.beyond) as usize)?,
             scales: device.zeroed(matrices)?,
             factors: vec![1.0; matrices],
             counts: device.zeroed(4 * matrices)?,
             notes: device.zeroed(2)?,
-            list_bytes: size.list_bytes,
+            list_bytes,
             bases,
         })
     }
@@ -76,11 +82,29 @@ impl Packed {
     /// # Errors
     /// As [`new`](Self::new).
     pub(crate) fn of_head(device: &Device, config: &Config, size: PackedSize) -> Result<Self, Error> {
-        let of_head = |gemm: Gemm| {
+        Self::new(device, Self::head_sizes(config), size)
+    }
+
+    /// N-tiles and input features of each matrix where the head alone is packed.
+    pub(crate) fn head_sizes(config: &Config) -> impl Iterator<Item = (u32, u32)> {
+        config.gemms().map(|gemm: Gemm| {
             let (n_tiles, k) = n_tiles(&gemm);
             if gemm.matrix == Matrix::Head { (n_tiles, k) } else { (0, k) }
-        };
-        Self::new(device, config.gemms().map(of_head), size)
+        })
+    }
+
+    /// Checks that the packed weights are on `device`, laid out for it, and of matrices of these `sizes`. `what` names
+    /// them in the error.
+    ///
+    /// # Errors
+    /// [`Error::Weights`].
+    pub(crate) fn check(
+        &self,
+        what: &'static str,
+        device: &Device,
+        sizes: impl IntoIterator<Item = (u32, u32)>,
+    ) -> Result<(), Error> {
+        check_bases(what, (self.tiles.device(), device), &self.bases, &bases(sizes, device.sms()))
     }
 
     /// Enqueues the packing of matrix `number` from `from`: its bf16 weights in a stream, which are laid out by then.
@@ -201,11 +225,6 @@ impl Packed {
         Ok(notes)
     }
 
-    /// The device that has the packed weights.
-    pub(crate) fn device(&self) -> &Device {
-        self.tiles.device()
-    }
-
     /// Bytes of the packed weights: tiles, escapes beyond their lists, and scales.
     pub fn bytes(&self) -> u64 {
         (self.tiles.len() + 2 * self.more.len() + 4 * self.scales.len()) as u64
@@ -222,7 +241,7 @@ fn chunk_bytes(list_bytes: u32) -> u64 {
 /// have met too few.
 fn more_room(plain: u64, sampled: u64) -> u64 {
     let tiles = plain / u64::from(2 * TILE_WEIGHTS);
-    (2 * sampled + tiles / 16 + (1 << 14)).min(MOST_BEYOND)
+    sampled.saturating_mul(2).saturating_add(tiles / 16 + (1 << 14)).min(MOST_BEYOND)
 }
 
 /// The escapes of all tiles. Entry `n` says how many tiles have `n` escapes.

@@ -17,13 +17,14 @@ use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER};
 use gpu_kernels::weights::quantized::{CodeKernels, Dequantize, GROUP, GROUPS, Quantize, Scale};
 use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
-use model::plan::Matrix;
+use model::plan::{Gemm, Matrix};
 use model::{Config, Weight, Weights};
 
 use crate::Error;
 use crate::device::{Buffer, Device};
 use crate::e4m3::{BLOCK, E4m3};
 use crate::stream::{Stream, bases, chunks, n_tiles};
+use crate::weights::check_bases;
 
 /// The kind of codes that a model's layers have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,8 +123,7 @@ impl Coding {
         if self.in_blocks {
             return E4m3::bytes_of(config, blocks);
         }
-        let layers = config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
-        self.bytes(chunks(layers.map(|gemm| n_tiles(&gemm)), blocks))
+        self.bytes(chunks(layers(config).map(|gemm| n_tiles(&gemm)), blocks))
     }
 }
 
@@ -145,9 +145,8 @@ impl Quantized {
     /// # Errors
     /// Too little memory, or a driver error.
     pub fn new(device: &Device, config: &Config, coding: Coding) -> Result<Self, Error> {
-        let layers = || config.gemms().filter(|gemm| gemm.matrix != Matrix::Head);
-        let bases = bases(layers().map(|gemm| n_tiles(&gemm)), device.sms());
-        let largest = layers().map(|gemm| words([gemm.weight_rows(), gemm.k])).max().unwrap_or(0);
+        let bases = bases(layers(config).map(|gemm| n_tiles(&gemm)), device.sms());
+        let largest = layers(config).map(|gemm| words([gemm.weight_rows(), gemm.k])).max().unwrap_or(0);
         Ok(Self {
             coding,
             codes: device.zeroed(coding.bytes(bases[bases.len() - 1]) as usize)?,
@@ -236,15 +235,24 @@ impl Quantized {
         by_code!(self.coding, C => quantized::stages::<C>(address, chunks))
     }
 
-    /// The device that has the codes.
-    pub(crate) fn device(&self) -> &Device {
-        self.codes.device()
+    /// Checks that the codes are on `device`, laid out for it, and of the layers of a model of this config.
+    ///
+    /// # Errors
+    /// [`Error::Weights`].
+    pub(crate) fn check(&self, device: &Device, config: &Config) -> Result<(), Error> {
+        let expected = bases(layers(config).map(|gemm| n_tiles(&gemm)), device.sms());
+        check_bases("chunks of codes", (self.codes.device(), device), &self.bases, &expected)
     }
 
     /// Bytes of the codes, with their scales.
     pub fn bytes(&self) -> u64 {
         self.codes.len() as u64
     }
+}
+
+/// The GEMMs of a model's layers.
+fn layers(config: &Config) -> impl Iterator<Item = Gemm> {
+    config.gemms().filter(|gemm| gemm.matrix != Matrix::Head)
 }
 
 /// Words of the scales of a matrix of so many weight rows and inputs.

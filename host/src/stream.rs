@@ -86,7 +86,8 @@ impl Stream {
         let blocks = device.sms();
         let sizes: Vec<_> = sizes.into_iter().collect();
         let bases = bases(sizes.iter().copied(), blocks);
-        let weights = device.zeroed(bases[sizes.len()] as usize * CHUNK_BYTES as usize / 2)?;
+        let elements = [bases[sizes.len()] as usize, CHUNK_BYTES as usize / 2];
+        let weights = device.zeroed_array("the weights", &elements)?;
         let stream = weights.ptr();
         let place = |((n_tiles, k), &base)| StreamMatrix { stream, base, blocks, n_tiles, k };
         let mut matrices: Vec<_> = sizes.into_iter().zip(&bases).map(place).collect();

@@ -16,10 +16,11 @@ use model::plan::{Epilogue, Gemm, Matrix};
 use model::{Checkpoint, Config, LayerWeights, Weight, Weights};
 
 pub use self::compact::Compact;
-pub(crate) use self::compact::check_size;
+pub(crate) use self::compact::{check_bases, check_size};
 use self::staging::{Plan, Staging, rows_together};
 use crate::device::{Buffer, Device, Filling};
 use crate::e4m3::{self, E4m3};
+use crate::forward::Forward;
 use crate::kept::Kept;
 use crate::lossless::Packed;
 use crate::quantized::{self, Coding, Quantized};
@@ -64,8 +65,8 @@ impl DeviceWeights {
     /// to fit that format, `plain_fits` is asked, and everything is loaded again as bf16.
     ///
     /// # Errors
-    /// A weight that is NaN or infinite, or would be in bf16; too little memory, a driver error, the error of
-    /// `plain_fits`, or [`Error::Interrupted`] when `progress` breaks.
+    /// A shape that the kernels do not [cover](Forward::check); a weight that is NaN or infinite, or would be in bf16;
+    /// too little memory, a driver error, the error of `plain_fits`, or [`Error::Interrupted`] when `progress` breaks.
     pub fn upload(
         checkpoint: &Checkpoint,
         device: &Device,
@@ -73,6 +74,7 @@ impl DeviceWeights {
         plain_fits: impl FnOnce() -> Result<(), Error>,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
+        Forward::check(&checkpoint.config)?;
         if let Some(kept) = Self::upload_as(checkpoint, device, kept, progress)? {
             return Ok(kept);
         }
@@ -468,6 +470,20 @@ mod tests {
             let weights = DeviceWeights::upload(checkpoint, &device, kept, fits, go_on).unwrap();
             assert_eq!((weights.packed().is_some(), asked), (is_packed, i32::from(!is_packed)));
             assert_eq!(weights.stream.is_of_layer(), is_packed && !plain);
+        }
+    }
+
+    #[test]
+    fn weights_are_packed_to_sizes_that_there_are() {
+        let (demo, device) = (Checkpoint::demo().unwrap(), Device::emulator(0));
+        let size = PackedSize::of(&demo, 1).unwrap().expect("packed");
+        for list_bytes in [0, 8, size.list_bytes + 8, 656, 1 << 31] {
+            let format = MatrixFormat::Packed(PackedSize { list_bytes, ..size });
+            let go_on = &mut |_, _| ControlFlow::Continue(());
+            let uploaded = DeviceWeights::upload(&demo, &device, Some(Kept::only(format)), || Ok(()), go_on);
+            let error = uploaded.err().map(|error| error.to_string()).unwrap_or_default();
+            let said = format!("lists of {list_bytes} bytes: lists have a multiple of 16, and at most 640");
+            assert!(error.contains(&said), "{error}");
         }
     }
 

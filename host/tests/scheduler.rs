@@ -302,7 +302,7 @@ fn the_cases_preempt_and_share_and_overtake_and_run_ahead() {
     let put_off = steps(|h| h.put_off);
     println!("{drafted} drafts, {foreseen} steps foreseen, {wasted} rows for nothing, {put_off} choices put off");
     assert!(swapping > 30 && dropping > 30, "{swapping}, {dropping}");
-    assert!(sharing > 100 && restoring > 10 && overtaking > 10, "{sharing}, {restoring}, {overtaking}");
+    assert!(sharing > 100 && restoring > 10 && overtaking > 5, "{sharing}, {restoring}, {overtaking}");
     assert!(drafted > 1000 && foreseen > 1000 && wasted > 20, "{drafted}, {foreseen}, {wasted}");
     assert!(put_off > 1000, "{put_off}");
 }

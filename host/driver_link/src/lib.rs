@@ -176,6 +176,7 @@ forward! {
     cuOccupancyMaxActiveClusters(clusters function config);
     cuOccupancyMaxActiveBlocksPerMultiprocessor(count function size shared);
     cuOccupancyMaxPotentialBlockSize(grid size function callback shared limit);
+    cuPointerGetAttribute(data attribute pointer);
     cuStreamAddCallback(stream callback data flags);
     cuStreamCreateWithPriority(stream flags priority);
     cuStreamDestroy_v2(stream);

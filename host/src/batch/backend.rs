@@ -106,8 +106,10 @@ pub trait BatchBackend: Send {
         self.limits().host_pages
     }
 
-    /// The measured costs of resuming a preempted sequence.
-    fn costs(&self) -> Costs;
+    /// The measured costs of resuming a preempted sequence. By default they count as nothing.
+    fn costs(&self) -> Costs {
+        Costs::default()
+    }
 
     /// How long the device has had nothing to do between steps in all, while the host worked or no requests were there.
     fn idle(&self) -> Duration {

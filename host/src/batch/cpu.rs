@@ -128,8 +128,8 @@ impl CpuBatch {
             DraftCheckpoint::Eagle3(head) => {
                 let states = KeptStates::default();
                 self.states = Some((head.taps(&checkpoint.config)?, states.clone()));
-                let sizes = [limits.context, limits.sequences as usize];
-                Box::new(HeadBatch::new(head, checkpoint, states, sizes).map_err(of_draft)?)
+                let (context, sequences) = (limits.context, limits.sequences as usize);
+                Box::new(HeadBatch::new(head, checkpoint, states, context, sequences).map_err(of_draft)?)
             }
         };
         let config = &checkpoint.config;

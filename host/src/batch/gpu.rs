@@ -165,6 +165,7 @@ impl GpuBatch {
         let tier = sizes.host_pages(config, &options, pages)?;
         let tuned = device.capabilities().tuning().packed_from;
         let packed_from = options.packed_pages.map_or(tuned, |pages| PackedFrom { pages, mean: 0 });
+        let single_warps = forward.single_warps_from() as usize;
         // If the user asks for a host tier, it is pinned at once. So it is on the emulator, so that every run is the
         // same.
         let is_there = options.swap_tokens.is_some() || device.is_emulator();
@@ -180,7 +181,7 @@ impl GpuBatch {
             widths,
             drafters: Drafters::new(options.draft),
             slots: vec![Running::default(); sizes.sequences],
-            packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, packed_from)),
+            packing: forward.packed_pages().map(|_| Packing::new(pages, sizes.sequences, packed_from, single_warps)),
             upload: Upload::new(device, sizes.upload_words(pages, tier))?,
             uses: TokenUses::new(device, sizes.sequences, config.vocab_size, sizes.use_changes())?,
             notes: Notes::new(device, config.vocab_size, 2 * choices)?,

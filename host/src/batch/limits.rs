@@ -35,7 +35,7 @@ pub struct Limits {
 }
 
 /// The costs of resuming a preempted sequence, in seconds, as measured.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Costs {
     /// To save a page in the host tier and bring it back.
     pub swap_page: f64,

@@ -60,7 +60,7 @@ impl BatchOptions {
     /// cache holds `cache_tokens` tokens.
     pub(super) fn of_drafter(&self, cache_tokens: Option<usize>) -> Self {
         Self {
-            sequences: Some(self.draft_rows.min(self.sequences.unwrap_or(self.draft_rows)).max(1)),
+            sequences: Some(self.draft_rows.min(self.sequences.unwrap_or(u32::MAX)).clamp(1, Self::MOST_SEQUENCES)),
             rows: Some(Self::DRAFTER_ROWS),
             cache_tokens,
             swap_tokens: Some(0),
@@ -272,6 +272,12 @@ impl Batch {
     /// Whether more jobs should be submitted, so that no step has less to do than it could.
     pub fn has_room(&self) -> bool {
         self.steps.scheduler().has_room()
+    }
+
+    /// Says whether more jobs may come; at first they may. If not, the last prompts do not wait for others to be read
+    /// together with.
+    pub fn expect_more(&mut self, more: bool) {
+        self.steps.expect_more(more);
     }
 
     /// Whether all submitted jobs are finished.

@@ -15,8 +15,8 @@
 //!      several sequences have used come back from the host tier, if they had to leave the device.
 //!    - A sequence whose prompt begins like one that is being read waits for that.
 //!    - If the limits say so, few waiting prompts, and what is left of a prompt, wait for more, to be read together.
-//!      And some sequences start before they may generate, if there are pages for all sequences at their greatest
-//!      length.
+//!      While there are many, sequences that generate wait instead, so that later steps have more of them. And some
+//!      sequences start before they may generate, if there are pages for all sequences at their greatest length.
 //! 4. Drafts get the rest of the draft budget, but no page for which another sequence would be preempted.
 //!
 //! The next step may be planned while one is under way: see [`Scheduler::foresee`]. All of that step's outcome is then
@@ -103,6 +103,8 @@ pub struct Scheduler {
     foreseen: Option<Vec<(SequenceId, Slot)>>,
     /// Whether drafts are likely to be worth their rows.
     drafting: bool,
+    /// Whether more sequences may be added.
+    expects_more: bool,
     /// Tokens that sequences have missed, since prompts last went on, by waiting for others.
     missed: usize,
     counts: Counts,
@@ -130,6 +132,7 @@ impl Scheduler {
             work: Vec::new(),
             foreseen: None,
             drafting: true,
+            expects_more: true,
             missed: 0,
             counts: Counts::default(),
         };
@@ -203,6 +206,11 @@ impl Scheduler {
         self.drafting = drafting;
     }
 
+    /// Sets whether more sequences may be added. If not, prompts do not wait for more to be read together.
+    pub fn expect_more(&mut self, more: bool) {
+        self.expects_more = more;
+    }
+
     /// Whether pages of the host tier may be needed soon.
     pub fn may_want_host_pages(&self) -> bool {
         self.pages.may_want_tier()
@@ -232,7 +240,10 @@ impl Scheduler {
         let Limits { rows, prompt_rows, .. } = self.limits;
         let prompt_rows_left = if prompt_rows > 0 { prompt_rows } else { rows };
         let mut step = Step { rows_left: rows, prompt_rows_left, ..Step::default() };
-        self.decode(&mut plan, &mut step);
+        let after = self.better_after();
+        if !after {
+            self.decode(&mut plan, &mut step);
+        }
         let missed = self.better_together();
         self.missed = missed.map_or(0, |missed| self.missed + missed);
         if missed.is_none() {
@@ -240,6 +251,9 @@ impl Scheduler {
             if !step.preempted {
                 self.start(&mut plan, &mut step);
             }
+        }
+        if after && step.work.is_empty() {
+            self.decode(&mut plan, &mut step);
         }
         self.draft(&mut plan, &mut step);
         for page in step.sources {

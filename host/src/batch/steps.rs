@@ -28,6 +28,11 @@ impl Steps {
         Self { scheduler: Scheduler::new(backend.limits(), backend.costs()), under_way: None }
     }
 
+    /// As [`Scheduler::expect_more`].
+    pub fn expect_more(&mut self, more: bool) {
+        self.scheduler.expect_more(more);
+    }
+
     /// The scheduler.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler

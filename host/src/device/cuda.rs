@@ -13,7 +13,7 @@ use cust::sys;
 
 use super::capabilities::{Capabilities, Hardware};
 use super::kernels::Kernels;
-use super::recording::Recording;
+use super::recording::{Freed, Recording, Recordings};
 use super::{Begin, DeviceOptions, Entry, Grid};
 use crate::Error;
 use crate::timed::timed;
@@ -87,6 +87,7 @@ struct Card {
     options: DeviceOptions,
     kernels: Mutex<Kernels>,
     clusters: Mutex<HashMap<(&'static str, u32), u32>>,
+    recordings: Recordings,
     context: Context,
 }
 
@@ -220,9 +221,9 @@ impl Cuda {
             .map_err(Error::driver("sizing stacks"))?;
         let kernels = Mutex::new(Kernels::load(capabilities.level, options)?);
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        let clusters = Mutex::default();
+        let (clusters, recordings) = (Mutex::default(), Recordings::default());
         let options = options.clone();
-        let card = Card { name, capabilities, options, kernels, clusters, context };
+        let card = Card { name, capabilities, options, kernels, clusters, recordings, context };
         Ok(Self {
             staging: Mutex::new(None),
             stream,
@@ -247,6 +248,11 @@ impl Cuda {
 
     pub(super) fn recording(&self) -> &Recording {
         &self.recording
+    }
+
+    /// The recordings of all queues of the card.
+    pub(super) fn recordings(&self) -> &Recordings {
+        &self.card.recordings
     }
 
     pub(super) fn is_same_card(&self, other: &Self) -> bool {
@@ -300,24 +306,38 @@ impl Cuda {
         Ok(address)
     }
 
-    /// Frees memory; while recordings on this queue may use it, only notes it to be freed later.
+    /// Frees memory; while recorded work of the card may use it, only notes it to be freed later.
     ///
     /// # Safety
-    /// The memory is from [`allocate`](Self::allocate), and only enqueued work uses it from now on.
-    pub(super) unsafe fn free(&self, address: u64) {
-        if !self.recording.keeps(address) && self.enter().is_ok() {
-            // SAFETY: the caller's word; the driver waits for work that uses the memory. A failure cannot be handled
-            // here.
-            unsafe { sys::cuMemFree_v2(address) };
-        }
+    /// The memory is from [`allocate`](Self::allocate) or [`allocate_mapped`](Self::allocate_mapped), and only enqueued
+    /// or recorded work uses it from now on.
+    pub(super) unsafe fn free(&self, memory: Freed) {
+        // SAFETY: the caller's word; there are no recordings when this is called.
+        self.card.recordings.free(memory, |memory| unsafe { self.free_now(memory) });
     }
 
     /// Called when a recording's graph is gone, or could not be made. Frees the memory that only recordings kept.
     pub(super) fn let_go(&self) {
-        for address in self.recording.let_go() {
-            // SAFETY: the memory's owner freed it before; only recordings kept it.
-            unsafe { self.free(address) };
+        // SAFETY: the memory's owner freed it before; only recordings kept it.
+        self.card.recordings.remove(|memory| unsafe { self.free_now(memory) });
+    }
+
+    /// Frees memory when the work that was enqueued so far is done. A failure cannot be handled here.
+    ///
+    /// # Safety
+    /// As for [`free`](Self::free), and no recorded work uses it.
+    unsafe fn free_now(&self, memory: Freed) {
+        if self.enter().is_err() {
+            return;
         }
+        match memory {
+            // SAFETY: the caller's word; the driver waits for work that uses the memory.
+            Freed::Device(address) => unsafe { sys::cuMemFree_v2(address) },
+            // Kernels in any queue may still write to it. If they cannot be waited for, it is never freed.
+            Freed::Pinned(_) if self.synchronize_card().is_err() => return,
+            // SAFETY: the caller's word; the card has been waited for.
+            Freed::Pinned(host) => unsafe { sys::cuMemFreeHost(std::ptr::with_exposed_provenance_mut(host)) },
+        };
     }
 
     pub(super) fn allocate_mapped(&self, bytes: usize) -> Result<(*mut u32, u64), Error> {
@@ -337,17 +357,6 @@ impl Cuda {
             return Err(error);
         }
         Ok((host.cast(), device))
-    }
-
-    /// # Safety
-    /// The memory is from [`allocate_mapped`](Self::allocate_mapped), and only enqueued work uses it from now on.
-    pub(super) unsafe fn free_mapped(&self, host: *mut u32) {
-        if self.enter().is_ok() {
-            // Kernels in any queue may still write to it.
-            let _ = self.synchronize_card();
-            // SAFETY: the caller's word.
-            unsafe { sys::cuMemFreeHost(host.cast()) };
-        }
     }
 
     /// # Safety
@@ -372,9 +381,11 @@ impl Cuda {
                 return unsafe { staging.write(&self.stream, to, data) };
             }
         }
-        // SAFETY: the caller's word; the driver has read pageable memory when it returns.
+        // SAFETY: the caller's word; the data is there until it has been read, as is seen to below.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
-        check("copying to the device", code)
+        check("copying to the device", code)?;
+        // The driver has read pageable memory when it returns. Pinned memory the device reads later.
+        if is_pinned(data) { self.synchronize() } else { Ok(()) }
     }
 
     /// # Safety
@@ -505,6 +516,18 @@ impl Cuda {
     }
 }
 
+/// Whether the driver knows the memory of `data`, so that the device may read it by itself.
+fn is_pinned(data: &[u8]) -> bool {
+    let is_known = |byte: &u8| {
+        let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let (mut kind, address) = (0u32, std::ptr::from_ref(byte).addr() as u64);
+        // SAFETY: `kind` is valid for a write of this attribute; the address is only looked up.
+        let code = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, address) };
+        code == sys::cudaError_enum::CUDA_SUCCESS
+    };
+    [data.first(), data.last()].into_iter().flatten().any(is_known)
+}
+
 /// Turns a driver's result into an error that says what was being done.
 pub(super) fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
     if code == sys::cudaError_enum::CUDA_SUCCESS {
@@ -536,7 +559,7 @@ impl Staging {
         let first = buffer()?;
         let second = buffer().inspect_err(|_| {
             // SAFETY: from `allocate_mapped`, and nothing uses it yet.
-            unsafe { cuda.free_mapped(first.cast()) }
+            unsafe { cuda.free(Freed::pinned(first.cast())) }
         })?;
         Ok(Self { buffers: [first, second], sent, next: 0 })
     }

@@ -148,23 +148,48 @@ impl Emulator {
         params: K::Params,
     ) -> Result<(), Error> {
         self.count(|calls| calls.launches += 1);
+        // Each launch gets its own schedule.
+        let seed = self.seed.fetch_add(1, Ordering::Relaxed);
         let launch = Launch {
             grid: [grid.0, grid.1, grid.2],
             threads: K::THREADS,
             shared_bytes,
             cooperative: matches!(begin, Begin::Together | Begin::Early),
-            // Each launch gets its own schedule.
-            seed: self.seed.fetch_add(1, Ordering::Relaxed),
+            seed,
             ..Launch::default()
         };
         let _turn = self.turn();
         let mut missing = self.missing.lock().unwrap_or_else(|e| e.into_inner());
         let missing = missing.as_mut().filter(|(kernel, ..)| *kernel == K::NAME);
         let launch = Launch { missing: missing.as_ref().map(|(_, wait, _)| *wait), ..launch };
-        let report = emulator::launch::<K>(&launch, params).map_err(|e| Error::Emulator(e.to_string()))?;
+        let report = emulator::launch::<K>(&launch, params)
+            .map_err(|error| Error::Emulator(format!("{error} (the launch's seed: {seed})")))?;
         if let Some((.., left_out)) = missing {
             *left_out |= report.left_out;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cuda_std::GlobalMut;
+    use gpu_kernels::step::{PlanPrompt, Rows, SequenceState, plan_prompt};
+
+    use super::*;
+    use crate::device::Device;
+
+    #[test]
+    fn an_error_tells_the_seed_with_which_the_launch_can_be_repeated() {
+        let device = Device::emulator(40);
+        let state = SequenceState { history: GlobalMut::default(), words: GlobalMut::default() };
+        let params = PlanPrompt { rows: Rows::default(), state, start: 0, count: 1 };
+        for seed in [40, 41] {
+            // SAFETY: the emulator reports what the kernel does with null pointers.
+            let error = unsafe { device.launch::<plan_prompt>(1, 0, params) }.unwrap_err();
+            let launch = Launch { seed, ..Launch::new(1, plan_prompt::THREADS) };
+            let again = emulator::launch::<plan_prompt>(&launch, params).unwrap_err();
+            assert_eq!(error.to_string(), format!("under the emulator, {again} (the launch's seed: {seed})"));
+        }
     }
 }

@@ -7,7 +7,9 @@ use bytemuck::Pod;
 use cuda_std::emulator::Lock;
 use cuda_std::{Global, GlobalMut};
 
-use super::{Buffer, Device, DeviceKind, bytes_of, is_within};
+use super::buffer::{bytes_of, is_within};
+use super::recording::Freed;
+use super::{Buffer, Device, DeviceKind};
 use crate::Error;
 
 /// Pinned host memory of `len` elements, which the device can read and write as well.
@@ -34,7 +36,7 @@ impl Device {
     /// # Errors
     /// Not enough memory that can be pinned; [`Error::Recording`] while the queue's work is recorded.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<Pinned<T>, Error> {
-        self.refuse_while_recording("an allocation")?;
+        drop(self.refuse_while_recording("an allocation")?);
         let bytes = bytes_of::<T>(len);
         let (host, address) = match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
@@ -51,7 +53,7 @@ impl Device {
     /// # Errors
     /// The error of a kernel that failed.
     pub fn synchronize_all(&self) -> Result<(), Error> {
-        self.refuse_while_recording("a wait")?;
+        let _waiting = self.refuse_while_recording("a wait")?;
         match &*self.0 {
             DeviceKind::Cuda(cuda) => cuda.synchronize_card(),
             DeviceKind::Emulator(emulator) => {
@@ -177,7 +179,7 @@ impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
         match &*self.device.0 {
             // SAFETY: from `allocate_mapped`, and nobody has it any more.
-            DeviceKind::Cuda(cuda) => unsafe { cuda.free_mapped(self.host) },
+            DeviceKind::Cuda(cuda) => unsafe { cuda.free(Freed::pinned(self.host)) },
             DeviceKind::Emulator(emulator) => emulator.free(self.address),
         }
     }

@@ -32,10 +32,15 @@ impl Device {
     /// queue of the same card.
     ///
     /// # Errors
-    /// A driver error.
+    /// A driver error; [`Error::Recording`] while the work of either queue is recorded.
     pub fn wait_for(&self, other: &Device) -> Result<(), Error> {
+        let doing = "a wait for another queue";
         let marker = other.marker()?;
+        // A queue that waits for recorded work would be recorded with it.
+        let recordable = other.refuse_while_recording(doing)?;
         marker.set()?;
+        drop(recordable);
+        let _enqueuing = self.refuse_while_recording(doing)?;
         let (DeviceKind::Cuda(here), Some(event)) = (&*self.0, marker.event) else { return Ok(()) };
         here.enter()?;
         here.stream()
@@ -62,9 +67,9 @@ impl Device {
     ///
     /// `work` may launch kernels, clear and copy buffers, and copy to and from [`super::Pinned`] memory. Waiting,
     /// allocating and access to other host memory are refused. Launch its kernels once before: the first launch of a
-    /// kernel may load it. The graph borrows what `work` borrows. Buffers of this queue that are dropped nevertheless
-    /// are freed only when no graph of the queue is left. The emulator records nothing, and runs `work` at every launch
-    /// of the graph.
+    /// kernel may load it. The graph borrows what `work` borrows. Whatever memory of the card is dropped nevertheless
+    /// after the recording has begun is freed only when no graph of the card is left. The emulator records nothing, and
+    /// runs `work` at every launch of the graph.
     ///
     /// What `work` promises about [addresses](Self::launch) must hold for every launch of the graph.
     ///
@@ -75,7 +80,7 @@ impl Device {
         let recorded = match &*self.0 {
             DeviceKind::Cuda(cuda) => {
                 let _recording = cuda.recording().begin()?;
-                cuda.recording().keep();
+                cuda.recordings().add();
                 Some(record(cuda, &mut work).inspect_err(|_| cuda.let_go())?)
             }
             DeviceKind::Emulator(_) => None,
@@ -219,17 +224,17 @@ impl Graph<'_> {
             let _recording = self.device.recording().begin()?;
             return (self.work)();
         };
-        self.device.refuse_while_recording("the launch of a graph")?;
+        let _enqueuing = self.device.refuse_while_recording("the launch of a graph")?;
         cuda.enter()?;
-        // SAFETY: the graph is ours. The memory that it uses is borrowed by it, or kept by its queue, or was promised
-        // to live by whoever enqueued the work.
+        // SAFETY: the graph is ours. The memory that it uses is borrowed by it, or kept for the card's recordings, or
+        // was promised to live by whoever enqueued the work.
         check("launching a graph", unsafe { sys::cuGraphLaunch(recorded.0, cuda.stream().as_inner()) })
     }
 }
 
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
-        // The memory that the graph uses may be freed after this.
+        // The memory that the graph uses may be freed after this; while a recording is under way, later.
         let _ = self.device.synchronize();
         if let (Some(recorded), DeviceKind::Cuda(cuda)) = (self.recorded.take(), &*self.device.0) {
             drop(recorded);
@@ -242,7 +247,7 @@ struct Recorded(sys::CUgraphExec);
 
 impl Drop for Recorded {
     fn drop(&mut self) {
-        // SAFETY: made by `record`, destroyed once; its launches are over, as `Graph` waits for them.
+        // SAFETY: made by `record`, destroyed once. The driver lets a launch that is under way come to its end.
         unsafe { sys::cuGraphExecDestroy(self.0) };
     }
 }

@@ -8,7 +8,8 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-use super::{Buffer, Device, Marker, Pinned, is_within};
+use super::buffer::is_within;
+use super::{Buffer, Device, Marker, Pinned};
 use crate::Error;
 
 /// Bytes that a thread fills at a time; one unit of the region, if that is more. Larger pieces mean fewer copies, each

@@ -178,6 +178,17 @@ impl Forward {
         self.batched.as_ref().map(|batched| batched.packed.pages.ptr_mut())
     }
 
+    /// From how many rows on, one for each sequence, a pass attends by [single warps](batched::attend_batch). These
+    /// read packed pages faster than a CTA's warps together. `u32::MAX`: never.
+    pub(crate) fn single_warps_from(&self) -> u32 {
+        match &self.batched {
+            Some(batched) if self.config.plan.attention.group() as u32 <= BatchedStep::ATTEND_PAIRS => {
+                if self.coded.is_some() { 0 } else { batched.many.from }
+            }
+            _ => u32::MAX,
+        }
+    }
+
     /// Enqueues the [packing](packed) of pages in all layers, as far as they can be packed. `list` holds `count` pages,
     /// each once, and all tokens of these pages are written. After that, only passes over rows with tiles may read such
     /// a page. Does nothing if these passes were not [prepared](Self::prepare_batched).

@@ -34,6 +34,25 @@ impl Capacity {
         Self { context: capacity, sequences: 1, pages: pages(capacity), rows: MAX_ROWS as usize }
     }
 
+    /// Checks that kernels can count these sizes, which they do in 32 bits.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`].
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let Self { context, sequences, pages, rows } = *self;
+        for (what, size) in [
+            ("the context", context),
+            ("the page tables", sequences),
+            ("the cache", pages),
+            ("the logits of a pass", rows),
+        ] {
+            if size >= 1 << 31 {
+                return Err(Error::TooLarge { what });
+            }
+        }
+        Ok(())
+    }
+
     /// Splits of attention for a sequence that fills the context.
     pub(super) fn splits(&self) -> usize {
         self.context.div_ceil(attention::SPLIT as usize)
@@ -109,5 +128,40 @@ impl Footprint {
             working: working as u64 + of_prompts,
             of_e4m3: Coded::bytes(config, rows) + StepInputs::bytes(config) + codes,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::forward::Forward;
+
+    /// Products of these wrap around to small numbers.
+    #[test]
+    fn sizes_that_no_memory_could_hold_are_refused() {
+        let shape = Config::published("0.6B").unwrap();
+        let mut config = Config { vocab_size: 64, num_hidden_layers: 2, ..shape };
+        config.plan.resize(128, 256, (2, 1));
+        let device = Device::emulator(0);
+        let room = Capacity { context: 128, sequences: 1, pages: 2, rows: 64 };
+        let refusal = |room| {
+            let weights = DeviceWeights::random(&config, &device).unwrap();
+            let forward = Forward::with_room(&device, &config, weights, room);
+            forward.err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        assert_eq!(refusal(room), "");
+        // A page of a layer has 2^14 elements.
+        let pages = (1 << 49) + 1;
+        for (room, what) in [
+            (Capacity { pages, ..room }, "the cache would be larger than any memory"),
+            (Capacity { sequences: (1 << 63) + 1, ..room }, "the page tables would be"),
+            (Capacity { rows: (1 << 60) + 1, ..room }, "the logits of a pass would be"),
+            (Capacity { context: 1 << 40, ..room }, "the context would be"),
+        ] {
+            let error = refusal(room);
+            assert!(error.contains(what), "{error:?}");
+        }
+        let error = KvCache::new(&device, &config, pages).err().unwrap().to_string();
+        assert!(error.contains("the cache would be larger than any memory"), "{error}");
     }
 }

@@ -8,7 +8,7 @@ use gpu_kernels::step::{MAX_DECODE_ROWS, MAX_ROWS};
 use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
 use model::plan::{Epilogue, Matrix};
-use model::{Config, EagleHead, EagleWeights, Tensor};
+use model::{Config, EagleHead, Tensor};
 
 use super::{Capacity, Footprint, Forward, Pass, RowOutput, RowsOf, pages};
 use crate::Error;
@@ -17,7 +17,7 @@ use crate::device::{Buffer, Device};
 use crate::lossless::{Packed, PackedSize, Sample};
 use crate::prefill;
 use crate::stream::{Source, Stream, n_tiles};
-use crate::weights::{Compact, DeviceLayer, DeviceWeights};
+use crate::weights::{Compact, DeviceLayer, DeviceWeights, check_size};
 
 /// The number of the matrix that makes one hidden state from three. It comes after the layer's matrices and the output
 /// head.
@@ -129,28 +129,36 @@ impl HeadWeights {
     /// bf16.
     ///
     /// # Errors
-    /// A head that was made for another model, too little memory, or a driver error.
+    /// A head that was made for another model, or of a shape that the kernels do not [cover](Forward::check); too
+    /// little memory, or a driver error.
     pub fn upload(head: &EagleHead, model: &Config, device: &Device) -> Result<Self, Error> {
-        let taps = head.taps(model)?;
-        let copy =
-            |tensors: &[Tensor<'_>]| device.upload(&tensors.iter().flat_map(Tensor::to_bf16).collect::<Vec<_>>());
+        let (taps, config) = (head.taps(model)?, Self::config_of(head));
+        Forward::check(&config)?;
+        let copy = |what, tensors: &[Tensor<'_>], expected: usize| {
+            let elements: Vec<bf16> = tensors.iter().flat_map(Tensor::to_bf16).collect();
+            check_size(what, (device, device), elements.len(), expected)?;
+            device.upload(&elements)
+        };
+        let (hidden, inner) = (config.plan.hidden, config.plan.activation_size());
+        let norm = |what, tensor| copy(what, &[tensor], hidden);
         let w = head.weights();
-        let EagleWeights { embed, fc, input_norm, hidden_norm, qkv, o, post_attention_norm, .. } = w;
         let ones = || device.upload(&vec![bf16::ONE; head.config.plan.attention.head_dim]);
         let layer = DeviceLayer {
-            input_norm: copy(&[input_norm])?,
+            input_norm: norm("norm of the embedding", w.input_norm)?,
             qkv_bias: None,
             q_norm: ones()?,
             k_norm: ones()?,
-            post_attention_norm: copy(&[post_attention_norm])?,
+            post_attention_norm: norm("post-attention norm", w.post_attention_norm)?,
         };
-        let config = Self::config_of(head);
-        let embed_of_head = copy(&[w.head])?;
-        let (hidden, inner) = (config.plan.hidden, config.plan.activation_size());
+        let embed_of_head = copy("output head", &[w.head], config.vocab_size * hidden)?;
         let stream = Self::stream(&config, device)?;
-        let heads = config.plan.attention.qkv_size();
-        let matrices: [(&[Tensor<'_>], usize); 5] =
-            [(&qkv, heads), (&[o], hidden), (&w.gate_up, inner), (&[w.down], hidden), (&[fc], hidden)];
+        let matrices: [(&'static str, &[Tensor<'_>], usize); 5] = [
+            ("projection of queries, keys and values", &w.qkv, config.plan.attention.qkv_size()),
+            ("output projection", &[w.o], hidden),
+            ("gate and up projections", &w.gate_up, inner),
+            ("down projection", &[w.down], hidden),
+            ("projection of three hidden states", &[w.fc], hidden),
+        ];
         let packs = Self::packs(device, &stream)?;
         let mut samples = Vec::new();
         let mut sample = |number: usize, weights: &Buffer<bf16>| {
@@ -164,11 +172,13 @@ impl HeadWeights {
             Ok(())
         };
         // The layer's four matrices and the one for three hidden states. The output head follows below.
-        for (number, (tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
-            let weights = copy(tensors)?;
-            let up = (number == Matrix::GateUp.number(0)).then_some(weights.len() / 2);
+        for (number, (what, tensors, n)) in [0, 1, 2, 3, FC].into_iter().zip(matrices) {
+            let is_gated = number == Matrix::GateUp.number(0);
+            let rows = if is_gated { 2 * n } else { n };
+            let weights = copy(what, tensors, rows * stream.matrices()[number].k as usize)?;
+            let up = is_gated.then_some(weights.len() / 2);
             sample(number, &weights)?;
-            // SAFETY: the matrices are `[n, k]`, one after another; each is freed after it was laid out.
+            // SAFETY: the matrices are `[n, k]`, as was checked, one after another; each is freed after its layout.
             unsafe { stream.lay_out(device, number, Source::new(&weights, n, up))? };
         }
         sample(Matrix::Head.number(1), &embed_of_head)?;
@@ -183,7 +193,7 @@ impl HeadWeights {
             weights: DeviceWeights {
                 embed: embed_of_head,
                 layers: vec![layer],
-                norm: copy(&[w.norm])?,
+                norm: norm("final norm", w.norm)?,
                 stream,
                 compact,
                 packed_head: None,
@@ -193,8 +203,8 @@ impl HeadWeights {
             pass_parameters: head.pass_parameters(),
             vocab: model.vocab_size as u32,
             inputs: Inputs {
-                hidden_norm: copy(&[hidden_norm])?,
-                embed: embed.map(|embed| copy(&[embed])).transpose()?,
+                hidden_norm: norm("norm of the hidden state", w.hidden_norm)?,
+                embed: w.embed.map(|embed| copy("embedding", &[embed], model.vocab_size * hidden)).transpose()?,
                 norm_before_residual: head.norm_before_residual,
             },
         })

@@ -81,7 +81,7 @@ impl Forward {
     /// Too little memory, or a driver error.
     pub(crate) fn keep_states(&mut self, after: [usize; 3]) -> Result<(), Error> {
         let rows = self.prefill().map_or(MAX_ROWS as usize, crate::prefill::Prefill::capacity);
-        self.keep_states_of(after, [1, rows + Self::SPARE_SLOTS])
+        self.keep_states_of(after, 1, rows + Self::SPARE_SLOTS)
     }
 
     /// As [`keep_states`](Self::keep_states), for the `sequences` sequences with the lowest numbers, and `slots` last
@@ -89,9 +89,9 @@ impl Forward {
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub(crate) fn keep_states_of(&mut self, after: [usize; 3], [sequences, slots]: [usize; 2]) -> Result<(), Error> {
+    pub(crate) fn keep_states_of(&mut self, after: [usize; 3], sequences: usize, slots: usize) -> Result<(), Error> {
         let hidden = self.config.plan.hidden;
-        let states = self.device.zeroed(sequences * slots * STATES as usize * hidden)?;
+        let states = self.device.zeroed_array("the hidden states", &[sequences, slots, STATES as usize, hidden])?;
         let [slots, dim, sequences] = [slots, hidden, sequences].map(|count| count as u32);
         self.states = Some(HiddenStates { after, states, slots, dim, sequences, wanted: false });
         Ok(())

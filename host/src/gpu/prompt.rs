@@ -1,14 +1,78 @@
-//! How a prompt is read: in passes of many rows or in chunks of few, with a head that drafts reading along.
+//! How a sequence is begun, and its prompt read: in passes of many rows or in chunks of few, with a head that drafts
+//! reading along.
 
-use gpu_kernels::step::{self, MAX_ROWS, PlanPrompt, Rows};
+use gpu_kernels::drafting;
+use gpu_kernels::sample::PROMPTED;
+use gpu_kernels::step::{self, MAX_ROWS, PlanPrompt, Rows, STATE_WORDS, SequenceState};
 
-use super::{Gpu, TOLD_AFTER};
+use super::{Gpu, Run, TOLD_AFTER, form};
 use crate::Error;
-use crate::backend::PromptProgress;
+use crate::backend::{PromptProgress, Sequence, common_prefix};
+use crate::draft::Draft;
 use crate::forward::RowOutput;
 use crate::prefill::Prefill;
 
 impl Gpu {
+    /// Begins a sequence that was checked.
+    pub(super) fn begin_checked(
+        &mut self,
+        sequence: &Sequence<'_>,
+        progress: &mut PromptProgress<'_>,
+    ) -> Result<usize, Error> {
+        let stops = sequence.stop_tokens;
+        self.forward.device().synchronize()?;
+        let prompt = sequence.prompt;
+        let mut reused = common_prefix(&self.cached, prompt);
+        if self.forward.prefill().is_some() {
+            // A prompt's passes and decode steps leave different bits in the cache. Tokens that were generated are part
+            // of a prompt here, so they are read again as such.
+            reused = reused.min(self.prompted);
+        }
+        // Under a form only the host drafts.
+        let by_model = match sequence.draft {
+            Some(Draft::Model(draft)) if sequence.form.is_none() && self.script.is_none() => Some(draft),
+            _ => None,
+        };
+        let head = self.model.as_ref().filter(|model| model.is_head() && by_model.is_some());
+        self.forward.want_states(head.is_some());
+        self.forward.want_tree(by_model.is_some_and(|draft| draft.branches > 1));
+        if let Some(head) = head {
+            // A head lacks the hidden states of tokens that were read without it.
+            reused = reused.min(head.known(prompt));
+        }
+        self.cached.truncate(reused);
+        let tokens: Vec<i32> = prompt.iter().map(|&t| t as i32).collect();
+        self.history.write(0, &tokens)?;
+        let mut words = [0; STATE_WORDS];
+        words[SequenceState::LENGTH] = prompt.len() as u32;
+        words[SequenceState::ACCEPTANCE] = drafting::UNTRIED;
+        self.words.write(0, &words)?;
+        let mut uses = vec![0; self.uses.len()];
+        for &token in prompt {
+            uses[token as usize] = PROMPTED;
+        }
+        self.uses.write(0, &uses)?;
+        self.stop_tokens.write(0, stops)?;
+        self.ring.clear();
+        self.run = Run {
+            sampling: sequence.sampling,
+            draft: sequence.draft,
+            max_length: sequence.max_length,
+            stop_count: stops.len() as u32,
+            length: prompt.len(),
+            step_rows: 1 + sequence.draft.map_or(0, |draft| draft.tokens()),
+            enqueued: 0,
+            read: 0,
+            newest: None,
+            form: sequence.form.map(|form| form::Following::new(form.matcher(), prompt)),
+        };
+        if let Some(drafter) = self.drafter() {
+            drafter.begin(sequence)?;
+        }
+        self.enqueue_prompt(reused, prompt, progress)?;
+        Ok(reused)
+    }
+
     /// Enqueues the prompt from `start` on, in chunks, with the choice of the token after it. Before the last chunk,
     /// the host waits for the device now and then and tells `progress` what is done.
     pub(super) fn enqueue_prompt(

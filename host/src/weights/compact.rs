@@ -8,7 +8,7 @@ use crate::e4m3::E4m3;
 use crate::kept::{Kept, MatrixFormat};
 use crate::lossless::Packed;
 use crate::quantized::Quantized;
-use crate::stream::{Stream, chunks, n_tiles};
+use crate::stream::{Stream, n_tiles};
 
 /// A model's matrices in fewer bytes than bf16 takes.
 pub enum Compact {
@@ -68,24 +68,25 @@ impl Compact {
         }
     }
 
-    /// Checks that the matrices are on `device`, laid out for it, and as large as those of a model of this config.
+    /// Checks that the matrices are on `device`, laid out for it, and as large as those of a model of this config. If
+    /// there are none, checks that `stream` has all matrices in bf16.
     ///
     /// # Errors
     /// [`Error::Weights`].
     pub(crate) fn check(&self, device: &Device, config: &Config, stream: &Stream) -> Result<(), Error> {
-        let (what, owner, found, expected) = match self {
-            Self::None => return Ok(()),
-            Self::Quantized(codes) => {
-                ("codes", codes.device(), codes.bytes(), codes.coding().bytes_of(config, device.sms()))
+        match self {
+            Self::None if stream.is_of_layer() => {
+                Err(Error::Weights { what: "layers in bf16", found: 1, expected: config.num_hidden_layers })
             }
-            Self::E4m3(codes) => ("codes in e4m3", codes.device(), codes.bytes(), E4m3::bytes_of(config, device.sms())),
+            Self::None => Ok(()),
+            Self::Quantized(codes) => codes.check(device, config),
+            Self::E4m3(codes) => codes.check(device, config),
             Self::Packed(packed) => {
                 let matrices = stream.matrices().iter().take(config.gemms().count());
-                let expected = chunks(matrices.map(|matrix| (matrix.n_tiles, matrix.k)), device.sms());
-                ("chunks of packed matrices", packed.device(), packed.chunks(), expected)
+                let sizes = matrices.map(|matrix| (matrix.n_tiles, matrix.k));
+                packed.check("chunks of packed matrices", device, sizes)
             }
-        };
-        check_size(what, (owner, device), found as usize, expected as usize)
+        }
     }
 }
 
@@ -101,4 +102,27 @@ pub(crate) fn check_size(
 ) -> Result<(), Error> {
     let found = if owner.is_same_card(device) { found } else { 0 };
     if found == expected { Ok(()) } else { Err(Error::Weights { what, found, expected }) }
+}
+
+/// Checks that the matrices on `device` begin at the `expected` chunks, that there are no more, and that their `owner`
+/// is that device.
+///
+/// # Errors
+/// [`Error::Weights`].
+pub(crate) fn check_bases(
+    what: &'static str,
+    (owner, device): (&Device, &Device),
+    found: &[u64],
+    expected: &[u64],
+) -> Result<(), Error> {
+    let differ = |i: &usize| found.get(*i) != expected.get(*i);
+    let chunks = |bases: &[u64], i: usize| bases.get(i).copied().unwrap_or_default() as usize;
+    match (0..found.len().max(expected.len())).find(differ) {
+        // The first matrix that differs ends there.
+        Some(i) => Err(Error::Weights { what, found: chunks(found, i), expected: chunks(expected, i) }),
+        None => {
+            let all = chunks(expected, expected.len() - 1);
+            check_size(what, (owner, device), all, all)
+        }
+    }
 }

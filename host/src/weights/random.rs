@@ -10,6 +10,7 @@ use model::plan::{Gemm, Matrix};
 
 use super::{Compact, DeviceLayer, DeviceWeights};
 use crate::device::Device;
+use crate::forward::Forward;
 use crate::kept::{Kept, MatrixFormat};
 use crate::lossless::{PackedSize, Sample};
 use crate::quantized::{self, Coding};
@@ -21,7 +22,7 @@ impl DeviceWeights {
     /// are, with standard deviation 0.02; norms are 1.
     ///
     /// # Errors
-    /// Too little memory, or a driver error.
+    /// A shape that the kernels do not [cover](Forward::check), too little memory, or a driver error.
     pub fn random(config: &Config, device: &Device) -> Result<Self, Error> {
         Self::random_as(config, device, None)
     }
@@ -31,6 +32,7 @@ impl DeviceWeights {
     /// # Errors
     /// As [`random`](Self::random).
     pub fn random_as(config: &Config, device: &Device, code: Option<Code>) -> Result<Self, Error> {
+        Forward::check(config)?;
         // Random numbers by SplitMix64. All matrices repeat one pattern of 32 MiB, each from a place of its own.
         const PATTERN: usize = 16 << 20;
         const SIGMA: f32 = 0.02;

@@ -508,6 +508,41 @@ fn a_step_reads_no_more_rows_than_prompts_wait_for_and_the_rest_waits_too() {
 }
 
 #[test]
+fn the_last_prompts_wait_for_no_others() {
+    let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
+    two_run(&mut scheduler);
+    scheduler.add(vec![4; 10], 60);
+    scheduler.expect_more(false);
+    assert_eq!(rows(&step(&mut scheduler)), [1, 1, 10]);
+    // Seven run in eight slots. The next has room, and the one after it may join it when another ends.
+    (0..4).for_each(|i| _ = scheduler.add(vec![5 + i; 3], 60));
+    assert_eq!(starting(&mut scheduler), 4);
+    (0..2).for_each(|i| _ = scheduler.add(vec![9 + i; 3], 60));
+    assert_eq!(starting(&mut scheduler), 0);
+    scheduler.finish(0);
+    assert_eq!(starting(&mut scheduler), 2);
+}
+
+#[test]
+fn who_generates_waits_while_there_are_two_whole_passes_of_prompts() {
+    let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
+    two_run(&mut scheduler);
+    (0..6).for_each(|i| _ = scheduler.add(vec![4 + i; 10], 60));
+    // 60 rows of prompts, then 40, then 20.
+    let steps = [(); 4].map(|()| rows(&step(&mut scheduler)));
+    assert_eq!(steps, [vec![10; 2], vec![10; 2], vec![1, 1, 1, 1, 1, 1, 10, 10], vec![1; 8]]);
+}
+
+#[test]
+fn who_generates_goes_on_where_prompts_have_no_room() {
+    // Two sequences have six pages. Each prompt that waits would take three.
+    let mut scheduler = Scheduler::new(Limits { context: 20, pages: 8, ..PATIENT }, cost(1.0));
+    (0..8).for_each(|i| _ = scheduler.add(vec![2 + i; 10], 20));
+    assert_eq!(starting(&mut scheduler), 2);
+    assert_eq!(rows(&step(&mut scheduler)), [1, 1]);
+}
+
+#[test]
 fn no_prompt_waits_for_others_where_no_rows_are_asked_for() {
     let mut scheduler = Scheduler::new(Limits { prompt_rows: 0, ..PATIENT }, cost(1.0));
     for token in 2..6 {

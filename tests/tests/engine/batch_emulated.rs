@@ -282,6 +282,23 @@ fn check_steps_in_one_launch(device: &Device) {
     assert_eq!(launches(&[work(0, 91, 1), work(1, 92, 1)]), 2);
 }
 
+/// Two passes of a slot would write the same rows.
+#[test]
+#[should_panic(expected = "slot 1 has work twice")]
+fn a_slot_has_work_once() {
+    let checkpoint = golden();
+    let tokens = text(&checkpoint, 3, 90);
+    let mut backend = on(&emulator(4, false), &checkpoint, options(2, 128, 8, 0, None));
+    let work = |start| Work { slot: 1, start, rows: 1, samples: true, most_drafts: 0 };
+    let plan = Plan {
+        started: vec![Started { slot: 1, sequence: 0 }],
+        tables: vec![TableEntry { slot: 1, index: 0, page: 0 }],
+        work: vec![work(0), work(1)],
+        ..Plan::default()
+    };
+    let _ = backend.begin(&plan, &[start(&tokens)]);
+}
+
 /// Of a prompt of 90 tokens.
 fn start(tokens: &[u32]) -> Start<'_> {
     Start {

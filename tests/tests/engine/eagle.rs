@@ -2,7 +2,9 @@
 
 use std::ops::ControlFlow;
 
+use host::batch::{Batch, BatchOptions};
 use host::device::{Calls, Device, DeviceOptions, Level};
+use host::forward::HeadWeights;
 use host::{DeviceChoice, Draft, DraftCheckpoint, Drafted, Engine, Gpu, LoadOptions, ModelDraft, Ngrams, Request};
 use integration_tests::batch::{crowded, drafted_batch};
 use integration_tests::eagle::{DRAFT_VOCAB, Folder, Head, Model};
@@ -232,6 +234,43 @@ fn a_batch_under_the_emulator_is_the_same_whatever_the_head_says() {
         let Drafted { drafted, accepted } = in_a_batch(&Pair::right(), &Some(options), settings, lengths);
         assert!(settings != ALONE || drafted > 8 && accepted * 10 > drafted * 7, "{accepted} of {drafted}");
     }
+}
+
+/// However many rows steps with drafts may have, a head drafts for few sequences: there is memory for those.
+#[test]
+fn a_batch_of_a_head_takes_memory_for_the_rows_that_it_can_draft_for() {
+    let pair = Pair::right();
+    let load = LoadOptions { context: Some(256), ..LoadOptions::on(DeviceChoice::Emulator) };
+    let load = LoadOptions { draft_model: Some(pair.head.clone().into()), ..load };
+    let options = BatchOptions { sequences: None, draft_rows: u32::MAX, ..crowded(ALONE) };
+    let go_on = &mut |_, _| ControlFlow::Continue(());
+    let batch = Batch::load(pair.checkpoint.clone(), load, options, go_on);
+    assert!(batch.is_ok(), "{:?}", batch.err());
+}
+
+/// Whose config was changed after it was opened.
+#[test]
+fn a_head_with_other_sizes_than_its_weights_is_refused() {
+    let (_folder, head) = Head::ORIGINAL.open();
+    let (device, model) = (Device::emulator(0), tied().config);
+    let refused = |head: &EagleHead| {
+        HeadWeights::upload(head, &model, &device).err().map(|error| error.to_string()).unwrap_or_default()
+    };
+    assert_eq!(refused(&head), "");
+    for (inner, heads, what) in [
+        (64, (2, 1), "an intermediate size that is a multiple of 128"),
+        (256, (2, 1), "gate and up projections has 32768 elements there, and 65536"),
+        (128, (4, 2), "projection of queries, keys and values has"),
+    ] {
+        let mut other = head.clone();
+        other.config.plan.resize(128, inner, heads);
+        let error = refused(&other);
+        assert!(error.contains(what), "{error}");
+    }
+    let mut other = head.clone();
+    other.draft_vocab_size = DRAFT_VOCAB + 1;
+    let error = refused(&other);
+    assert!(error.contains("output head has 12288 elements there, and 12416"), "{error}");
 }
 
 /// It was trained for that model, so it is right more often than not; and held-out text is none that it has seen.

@@ -176,6 +176,33 @@ fn reading_a_prompt_is_told_and_can_be_stopped() {
     assert_eq!(token, at_once(&mut host::Cpu::new(&checkpoint, 256).unwrap(), &prompt));
 }
 
+/// What is planned on the device is then no step of the sequence.
+#[test]
+fn a_sequence_that_was_not_begun_whole_has_no_step() {
+    let case = golden_cases().remove(0);
+    let checkpoint = Checkpoint::open(&case.dir).unwrap();
+    let prompt: Vec<u32> = case.prompt.iter().copied().cycle().take(520).collect();
+    let mut gpu = Gpu::new(&checkpoint, &Device::emulator(0), 640, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let sampling = greedy(&prompt, 1, None).sampling;
+    let sequence = |prompt| Sequence { prompt, max_length: 640, sampling, draft: None, stop_tokens: &[], form: None };
+    let has_no_step = |gpu: &mut Gpu| {
+        let stepped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| gpu.step()));
+        let panic = stepped.err().and_then(|panic| panic.downcast_ref::<&str>().copied());
+        assert_eq!(panic, Some("a step of no sequence"));
+    };
+    has_no_step(&mut gpu);
+    let begun = gpu.begin(&sequence(&prompt), &mut |_, _| ControlFlow::Break(()));
+    assert!(matches!(begun, Err(host::Error::Interrupted)), "{begun:?}");
+    has_no_step(&mut gpu);
+    // Nor has one whose history another has overwritten.
+    gpu.begin(&sequence(&prompt[..3]), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    gpu.step().unwrap();
+    gpu.score(&prompt[..5]).unwrap();
+    has_no_step(&mut gpu);
+    gpu.begin(&sequence(&prompt[..3]), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    gpu.step().unwrap();
+}
+
 #[test]
 fn reading_a_prompt_on_a_device_is_told_and_can_be_stopped() {
     let case = golden_cases().remove(0);

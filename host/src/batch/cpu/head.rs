@@ -14,8 +14,8 @@ use crate::Error;
 use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Outcome, Start};
 use crate::batch::draft::WINDOW;
-use crate::batch::draft::head::{Text, limits};
-use crate::batch::limits::{Costs, Limits};
+use crate::batch::draft::head::{HeadSizes, Text, limits};
+use crate::batch::limits::Limits;
 use crate::batch::plan::{Plan, Slot, Work};
 
 /// The model's hidden states at the last positions of each sequence, by slot: `[WINDOW, 3, hidden]`. Those of position
@@ -71,10 +71,12 @@ impl HeadBatch {
         head: &EagleHead,
         model: &Checkpoint,
         states: KeptStates,
-        [context, sequences]: [usize; 2],
+        context: usize,
+        sequences: usize,
     ) -> Result<Self, Error> {
         // Each sequence has a cache of its own, so pages do not limit it.
-        let limits = limits([context, sequences, sequences * context.div_ceil(PAGE_TOKENS)], u32::MAX);
+        let pages = sequences * context.div_ceil(PAGE_TOKENS);
+        let limits = limits(HeadSizes { context, sequences, pages }, u32::MAX);
         let slots = (0..sequences).map(|_| Sequence::default()).collect();
         Ok(Self { head: CpuEagle::new(head, model)?, states, limits, slots, outcomes: Vec::new() })
     }
@@ -107,10 +109,6 @@ impl BatchBackend for HeadBatch {
 
     fn limits(&self) -> Limits {
         self.limits
-    }
-
-    fn costs(&self) -> Costs {
-        Costs { swap_page: 0.0, row: 0.0 }
     }
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {

@@ -45,9 +45,20 @@ impl Text {
     }
 }
 
-/// The limits of a head's batch: `sequences` sequences of up to `context` tokens, `pages` pages, and `rows` rows in a
-/// plan.
-pub(crate) fn limits([context, sequences, pages]: [usize; 3], rows: u32) -> Limits {
+/// The sizes of a head's batch.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadSizes {
+    /// Most tokens of a sequence.
+    pub context: usize,
+    /// Sequences at a time.
+    pub sequences: usize,
+    /// Pages of the cache.
+    pub pages: usize,
+}
+
+/// The limits of a head's batch of these sizes, with up to `rows` rows in a plan.
+pub(crate) fn limits(sizes: HeadSizes, rows: u32) -> Limits {
+    let HeadSizes { context, sequences, pages } = sizes;
     Limits {
         context,
         sequences: sequences as u32,

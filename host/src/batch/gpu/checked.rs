@@ -8,7 +8,7 @@ use crate::batch::plan::Plan;
 /// Checks every number of a plan, and the tokens of the sequences that start.
 ///
 /// # Panics
-/// If a number names something that does not exist.
+/// If a number names something that does not exist, or a slot has work twice.
 pub fn check_plan(plan: &Plan, starts: &[Start<'_>], limits: &Limits, vocab: usize) {
     let within = |what: &str, number: u32, most: u32| assert!(number < most, "{what} {number} of {most}");
     let entries = limits.context.div_ceil(limits.page_tokens) as u32;
@@ -32,7 +32,13 @@ pub fn check_plan(plan: &Plan, starts: &[Start<'_>], limits: &Limits, vocab: usi
         within("entry of a page table", entry.index, entries);
         page(entry.page);
     });
-    plan.work.iter().for_each(|work| slot(work.slot));
+    let mut has_work = vec![false; limits.sequences as usize];
+    for work in &plan.work {
+        slot(work.slot);
+        // Two works of a slot would have the same rows, choices and uses.
+        let is_second = std::mem::replace(&mut has_work[work.slot as usize], true);
+        assert!(!is_second, "slot {} has work twice", work.slot);
+    }
     plan.started.iter().for_each(|started| slot(started.slot));
     assert_eq!(plan.started.len(), starts.len(), "sequences that start, and what is known of them");
     for start in starts {
@@ -117,6 +123,7 @@ mod tests {
             ("a table's entry", Plan { tables: vec![entry(0, 7, 0)], ..good.clone() }),
             ("a table's page", Plan { tables: vec![entry(0, 0, 20)], ..good.clone() }),
             ("work", Plan { work: vec![work(3)], ..good.clone() }),
+            ("work of a slot, twice", Plan { work: vec![work(2), work(0), work(2)], ..good.clone() }),
         ] {
             assert!(refuses(bad, Some(&[1])), "{what}");
         }

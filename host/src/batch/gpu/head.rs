@@ -18,8 +18,8 @@ use super::upload::{List, Upload};
 use crate::Error;
 use crate::batch::PAGE_TOKENS;
 use crate::batch::backend::{BatchBackend, Outcome, Start};
-use crate::batch::draft::head::{Text, limits};
-use crate::batch::limits::{Costs, Limits};
+use crate::batch::draft::head::{HeadSizes, Text, limits};
+use crate::batch::limits::Limits;
 use crate::batch::plan::{Plan, Slot, Work};
 use crate::cache::KvCache;
 use crate::device::{Device, Mapped, Marker};
@@ -59,19 +59,19 @@ struct Listed {
 }
 
 impl HeadBatch {
-    /// A batch for `head`, which drafts for `model`, with room for these sequences, of up to `context` tokens each, and
-    /// `pages`. The model must keep hidden states and live as long.
+    /// A batch of these sizes for `head`, which drafts for `model`. The model must keep hidden states and live as long.
     ///
     /// # Errors
     /// Too little memory, or a driver error.
-    pub fn new(head: HeadWeights, model: &Forward, [context, sequences, pages]: [usize; 3]) -> Result<Self, Error> {
+    pub fn new(head: HeadWeights, model: &Forward, sizes: HeadSizes) -> Result<Self, Error> {
+        let HeadSizes { context, sequences, pages } = sizes;
         let device: Device = model.device().clone();
         let mut targets = vec![0; head.targets.len()];
         head.targets.read(0, &mut targets)?;
         let room = Capacity::batch(context, sequences, pages, MAX_ROWS as usize);
         let mut forward = Forward::of_head(head, model, room)?;
         forward.prepare_decode()?;
-        let limits = limits([context, sequences, pages], ROWS as u32);
+        let limits = limits(sizes, ROWS as u32);
         let words = 32 * ROWS + 2 * sequences * context.div_ceil(PAGE_TOKENS) + 4096;
         Ok(Self {
             states: model.kept_states().expect("a model that leaves hidden states"),
@@ -164,10 +164,6 @@ impl BatchBackend for HeadBatch {
 
     fn limits(&self) -> Limits {
         self.limits
-    }
-
-    fn costs(&self) -> Costs {
-        Costs { swap_page: 0.0, row: 0.0 }
     }
 
     fn begin(&mut self, plan: &Plan, starts: &[Start<'_>]) -> Result<(), Error> {

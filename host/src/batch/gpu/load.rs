@@ -8,6 +8,7 @@ use super::head::HeadBatch;
 use super::sizes::{BatchSizes, SPARE};
 use crate::batch::backend::BatchBackend;
 use crate::batch::cpu::check_memory;
+use crate::batch::draft::head::HeadSizes;
 use crate::batch::draft::{ModelDrafter, WINDOW};
 use crate::batch::{BatchOptions, PAGE_TOKENS};
 use crate::cache::KvCache;
@@ -72,6 +73,17 @@ impl LeastDrafter {
     }
 }
 
+/// The options of a batch that `draft` drafts for. For a head, steps with drafts have few rows: those with more leave
+/// no hidden states.
+fn with_draft_rows_for(draft: Option<&DraftCheckpoint>, options: BatchOptions) -> BatchOptions {
+    match draft {
+        Some(DraftCheckpoint::Eagle3(_)) => {
+            BatchOptions { draft_rows: options.draft_rows.min(MAX_DECODE_ROWS), ..options }
+        }
+        Some(DraftCheckpoint::Model(_)) | None => options,
+    }
+}
+
 impl GpuBatch {
     /// Uploads `checkpoint` to `device`, with the model or head that drafts for it, if there is one. `contexts` are the
     /// possible contexts, the longest first. The first is taken that there is memory for and that takes little of it
@@ -92,6 +104,7 @@ impl GpuBatch {
     ) -> Result<Self, Error> {
         let config = &checkpoint.config;
         Forward::check(config)?;
+        let options = with_draft_rows_for(draft, options);
         let shortest = *contexts.last().expect("a context");
         // Checks that everything fits, before anything is loaded. Returns the pages of the cache.
         let fits_with = |context: usize, kept: Option<Kept>| {
@@ -154,10 +167,9 @@ impl GpuBatch {
                 let kept_free = device.free_memory()?.map(|_| device.zeroed::<u8>(needed as usize)).transpose()?;
                 let mut batch = with_model(weights)?;
                 drop(kept_free);
-                batch.forward.keep_states_of(head.taps, [sequences, WINDOW])?;
-                // Steps with more rows leave no hidden states.
-                batch.limits.draft_rows = batch.limits.draft_rows.min(MAX_DECODE_ROWS);
-                let head = HeadBatch::new(head, &batch.forward, [context, sequences, pages]).map_err(of_draft)?;
+                batch.forward.keep_states_of(head.taps, sequences, WINDOW)?;
+                let sizes = HeadSizes { context, sequences, pages };
+                let head = HeadBatch::new(head, &batch.forward, sizes).map_err(of_draft)?;
                 (batch, Box::new(head))
             }
         };

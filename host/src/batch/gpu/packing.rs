@@ -4,6 +4,9 @@
 //! Everything else that reads pages needs them plain: passes over prompts, the decode kernel, and moves. So a page is
 //! unpacked before one of these reads it. A page that a prompt's pass reads stays plain from then on, since more such
 //! prompts may come, and pages that several sequences read are in the L2 cache anyway.
+//!
+//! Where memory is fast, packed pages pay in some steps only ([`PackedFrom`]). In steps that are far from these, pages
+//! are unpacked.
 
 use std::collections::{HashMap, HashSet};
 
@@ -32,9 +35,21 @@ pub struct Packing {
     pages: Vec<State>,
     tables: Vec<Vec<Page>>,
     from: PackedFrom,
+    /// As `Forward::single_warps_from`.
+    single_warps: usize,
     /// For each slot, how many pages from the first on need not be looked at, because none of them is `Plain`. This is
     /// a lower bound if others share these pages.
     settled: Vec<usize>,
+}
+
+/// How a step's pages should be.
+enum Wants {
+    /// Packed, if they are full.
+    Packed,
+    /// Plain, even if they have to be unpacked.
+    Plain,
+    /// As they are. Between the other two, so that pages do not change to and fro.
+    Same,
 }
 
 /// The changes that a step makes.
@@ -49,15 +64,16 @@ pub struct Orders {
 }
 
 impl Packing {
-    /// For `pages` pages, all of them plain, and `sequences` slots.
-    pub fn new(pages: usize, sequences: usize, from: PackedFrom) -> Self {
+    /// For `pages` pages, all of them plain, and `sequences` slots. `single_warps` is what `Forward::single_warps_from`
+    /// says.
+    pub fn new(pages: usize, sequences: usize, from: PackedFrom, single_warps: usize) -> Self {
         let (pages, tables) = (vec![State::Plain; pages], vec![Vec::new(); sequences]);
-        Self { pages, tables, from, settled: vec![0; sequences] }
+        Self { pages, tables, from, single_warps, settled: vec![0; sequences] }
     }
 
     /// The same with all pages plain again.
     pub fn afresh(self) -> Self {
-        Self::new(self.pages.len(), self.tables.len(), self.from)
+        Self::new(self.pages.len(), self.tables.len(), self.from, self.single_warps)
     }
 
     /// Takes note of a plan that is run in these passes, and returns what to pack and unpack.
@@ -105,9 +121,15 @@ impl Packing {
             }
         }
         let generating = || plan.work.iter().filter(|work| !busy.contains(&work.slot));
-        let full = generating().map(|work| work.start as usize / PAGE_TOKENS).sum::<usize>();
-        if full < self.from.pages.max(self.from.mean * generating().count()) {
-            return orders;
+        match self.wants(plan, passes, &busy) {
+            Wants::Packed => {}
+            Wants::Same => return orders,
+            Wants::Plain => {
+                for work in generating() {
+                    self.unpack_all(work.slot, &mut orders);
+                }
+                return orders;
+            }
         }
         for work in generating() {
             let settled =
@@ -128,6 +150,31 @@ impl Packing {
         }
         orders.pack = found;
         orders
+    }
+
+    /// How the pages should be of the sequences that have work, without those that are `busy` in passes that need plain
+    /// ones.
+    fn wants(&self, plan: &Plan, passes: &[RowPass], busy: &HashSet<Slot>) -> Wants {
+        let generating = plan.work.iter().filter(|work| !busy.contains(&work.slot));
+        let (full, count) =
+            generating.fold((0, 0), |(full, count), work| (full + work.start as usize / PAGE_TOKENS, count + 1));
+        let rows = passes.iter().filter(|pass| reads_packed(pass)).map(RowPass::len).max().unwrap_or(0);
+        let PackedFrom { pages, mean } = self.from;
+        if full >= pages && (rows >= self.single_warps || full >= mean * count) {
+            Wants::Packed
+        } else if rows > 0 && 4 * rows < 3 * self.single_warps && 4 * full < 3 * mean * count {
+            Wants::Plain
+        } else {
+            Wants::Same
+        }
+    }
+
+    /// Unpacks all pages of a slot.
+    fn unpack_all(&mut self, slot: Slot, orders: &mut Orders) {
+        for index in 0..self.tables[slot as usize].len() {
+            self.unpack(self.tables[slot as usize][index], State::Plain, orders);
+        }
+        self.settled[slot as usize] = 0;
     }
 
     /// The full pages of a slot whose next row has this position, without those that are known not to be `Plain`.
@@ -242,8 +289,8 @@ mod tests {
         // three.
         let starts = [64, 64, 192, 192];
         let entry = |slot: Slot, index: u32| TableEntry { slot, index, page: 4 * slot + index };
-        let packed = |mean| {
-            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, PackedFrom { pages: 0, mean });
+        let packed = |mean, single_warps| {
+            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, PackedFrom { pages: 0, mean }, single_warps);
             let mut plan = Plan::default();
             let mut rows = Vec::new();
             for (slot, start) in (0..).zip(starts) {
@@ -251,10 +298,19 @@ mod tests {
                 plan.work.push(Work { slot, start, rows: 5, samples: true, most_drafts: 0 });
                 rows.push((slot, start, 5));
             }
-            packing.order(&plan, &[pass(false, &rows)]).pack
+            let packed = packing.order(&plan, &[pass(false, &rows)]).pack;
+            // Half of the sequences end. Those that are left are short.
+            plan.work.truncate(2);
+            rows.truncate(2);
+            rows.iter_mut().for_each(|rows| rows.2 = 9);
+            (packed, packing.order(&Plan { tables: Vec::new(), ..plan }, &[pass(false, &rows)]).unpack)
         };
-        assert_eq!(packed(2), [0, 4, 8, 9, 10, 12, 13, 14]);
-        assert!(packed(3).is_empty());
+        let full = vec![0, 4, 8, 9, 10, 12, 13, 14];
+        assert_eq!(packed(2, 100), (full.clone(), vec![0, 4]));
+        assert_eq!(packed(3, 100), (vec![], vec![]));
+        // Single warps read pages of short sequences as well. With somewhat fewer rows nothing changes.
+        assert_eq!(packed(3, 20), (full.clone(), vec![]));
+        assert_eq!(packed(0, 100), (full, vec![]));
     }
 
     /// Random plans, with sequences that start, share pages, end and are moved. No kernel that cannot read packed pages
@@ -268,8 +324,8 @@ mod tests {
                 count += 1;
                 (model::sampling::random(seed, count) % u64::from(n)) as u32
             };
-            let from = PackedFrom { pages: random(6) as usize, mean: random(2) as usize };
-            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, from);
+            let from = PackedFrom { pages: random(6) as usize, mean: random(4) as usize };
+            let mut packing = Packing::new(PAGES as usize, SLOTS as usize, from, 16 + random(20) as usize);
             let mut model = Model::default();
             let mut tables: Vec<Vec<Page>> = vec![Vec::new(); SLOTS as usize];
             // For each slot, the next position and the end of its prompt.

@@ -13,20 +13,43 @@ impl Scheduler {
     /// partly read, and the waiting sequences that have room. If they should wait, returns their number; if not, none.
     ///
     /// They wait until the tokens that they miss are worth a pass of their own. This is the ski-rental rule: rent until
-    /// the rent paid equals the price. A sequence with saved pages has little to run, so it does not wait.
+    /// the rent paid equals the price. If none are left that could join them, they do not wait.
     pub(super) fn better_together(&self) -> Option<usize> {
-        let Limits { prompt_rows, prompt_share, page_tokens, .. } = self.limits;
-        if prompt_rows == 0 || self.waiting.values().next().is_some_and(|first| !first.saved.is_empty()) {
+        let Limits { prompt_rows, prompt_share, .. } = self.limits;
+        if !self.gathers_prompts() {
             return None;
         }
+        let generating = self.running.values().filter(|sequence| sequence.known.left() == 1).count();
+        let (count, waiting) = self.prompts_at_hand(|rows, count| {
+            rows >= prompt_rows as usize || (self.missed + count) * prompt_share as usize >= generating
+        })?;
+        let may_join = self.expects_more || waiting < self.waiting.len();
+        (count > 0 && may_join).then_some(count)
+    }
+
+    /// Whether sequences that generate should wait until more prompts are read: while two whole passes over prompts can
+    /// run at once. Since reading the weights is most of a step's time, it is better shared by more sequences. This
+    /// ends soon: nobody ends meanwhile, so each pass takes slots.
+    pub(super) fn better_after(&self) -> bool {
+        self.gathers_prompts() && self.prompts_at_hand(|rows, _| rows >= 2 * self.limits.prompt_rows as usize).is_none()
+    }
+
+    /// Whether it matters how many prompts are read together. A sequence with saved pages has little to run, so it does
+    /// not wait for others.
+    fn gathers_prompts(&self) -> bool {
+        self.limits.prompt_rows > 0 && self.waiting.values().next().is_none_or(|first| first.saved.is_empty())
+    }
+
+    /// Counts the prompts that can be read now: those that are partly read, then waiting sequences that have room.
+    /// Returns how many they are, and how many of them wait. None as soon as `enough` is true of their rows and their
+    /// number.
+    fn prompts_at_hand(&self, enough: impl Fn(usize, usize) -> bool) -> Option<(usize, usize)> {
         let reading = self.running.values().map(|sequence| sequence.known.left()).filter(|&left| left > 1);
         let (mut rows, mut count) = reading.fold((0, 0), |(rows, count), left| (rows + left, count + 1));
-        let generating = self.running.len() - count;
-        let enough =
-            |rows, count| rows >= prompt_rows as usize || (self.missed + count) * prompt_share as usize >= generating;
         if count > 0 && enough(rows, count) {
             return None;
         }
+        let partly_read = count;
         let mut room = self.pages.available().saturating_sub(self.running.len());
         // If several waiting sequences share an unused page, only the first of them takes it from the available ones.
         let mut idle = BTreeSet::new();
@@ -43,13 +66,13 @@ impl Scheduler {
             }
             // One page more is left for each sequence that runs.
             room = room.saturating_sub(taken + 1);
-            rows += known.tokens.len() - known.computed.max(found.pages.len() * page_tokens);
+            rows += known.tokens.len() - known.computed.max(found.pages.len() * self.limits.page_tokens);
             count += 1;
             if enough(rows, count) {
                 return None;
             }
         }
-        (count > 0).then_some(count)
+        Some((count, count - partly_read))
     }
 
     /// Starts waiting sequences, in the order of arrival.
