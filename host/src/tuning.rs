@@ -107,7 +107,7 @@ pub struct PackedFrom {
     /// All full pages that the step has to read.
     pub pages: usize,
     /// Full pages of a sequence in the mean, unless the step attends by [single
-    /// warps](gpu_kernels::batched::attend_batch). Where memory is fast, CTAs read a short sequence sooner plain: to
+    /// warps](fn@gpu_kernels::batched::attend_batch). Where memory is fast, CTAs read a short sequence sooner plain: to
     /// unpack its few pages takes them longer.
     pub mean: usize,
 }

@@ -178,7 +178,7 @@ impl Forward {
         self.batched.as_ref().map(|batched| batched.packed.pages.ptr_mut())
     }
 
-    /// From how many rows on, one for each sequence, a pass attends by [single warps](batched::attend_batch). These
+    /// From how many rows on, one for each sequence, a pass attends by [single warps](fn@batched::attend_batch). These
     /// read packed pages faster than a CTA's warps together. `u32::MAX`: never.
     pub(crate) fn single_warps_from(&self) -> u32 {
         match &self.batched {
