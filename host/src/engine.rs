@@ -223,6 +223,16 @@ pub struct Statistics {
 }
 
 impl Statistics {
+    /// Counts a decode step.
+    fn add(&mut self, step: &Step) {
+        self.steps += 1;
+        self.drafted += step.drafted;
+        self.accepted += step.tokens.len() - 1;
+        self.by_model.drafted += step.by_model.drafted;
+        self.by_model.accepted += step.by_model.accepted;
+        *self.step_lengths.entry(step.tokens.len()).or_default() += 1;
+    }
+
     /// The drafts that n-gram matches proposed.
     pub fn drafted_by_ngram(&self) -> Drafted {
         let Drafted { drafted, accepted } = self.by_model;
@@ -407,12 +417,7 @@ impl Engine {
                 self.note("prompt", start, &[("tokens", request.prompt.len() as u64 - cached), ("cached", cached)]);
             } else {
                 self.note_step(began, &step)?;
-                statistics.steps += 1;
-                statistics.drafted += step.drafted;
-                statistics.accepted += step.tokens.len() - 1;
-                statistics.by_model.drafted += step.by_model.drafted;
-                statistics.by_model.accepted += step.by_model.accepted;
-                *statistics.step_lengths.entry(step.tokens.len()).or_default() += 1;
+                statistics.add(&step);
             }
             for token in step.tokens {
                 tokens.push(token);

@@ -266,7 +266,7 @@ impl TileSchedule {
 /// Orders the two launches of a GEMM in [4 × 2 clusters](Cut::Cluster4x2). Each queue needs one of its own.
 pub struct Beside {
     word: Buffer<u32>,
-    products: AtomicU32,
+    gemms: AtomicU32,
 }
 
 impl Beside {
@@ -275,12 +275,12 @@ impl Beside {
     /// # Errors
     /// Too little memory.
     pub fn new(device: &Device) -> Result<Self, Error> {
-        Ok(Self { word: device.zeroed(1)?, products: AtomicU32::new(0) })
+        Ok(Self { word: device.zeroed(1)?, gemms: AtomicU32::new(0) })
     }
 
     /// Parameters of the next GEMM's two launches.
     fn next(&self) -> [gemm::Beside; 2] {
-        let number = self.products.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        let number = self.gemms.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         [0, 1].map(|second| gemm::Beside { word: self.word.ptr_mut(), number, second })
     }
 }
@@ -365,7 +365,7 @@ pub unsafe fn enqueue_cut(
             return launch(device, epilogue, Cut::Cluster2x1, schedule.clusters_2x1, p);
         }
         // A recording that is launched again would repeat the pair's number, and the second launch would not wait.
-        let _enqueuing = device.refuse_while_recording("a product in two launches, side by side,")?;
+        let _enqueuing = device.refuse_while_recording("a GEMM in two launches, side by side,")?;
         let [first, second] = beside.next();
         launch(device, epilogue, cut, schedule.clusters, Gemm { n: border, beside: first, ..p })?;
         launch(

@@ -334,7 +334,7 @@ impl Gpu {
                 self.sampler.enqueue(most_rows - first_row, sample)?;
             }
         }
-        let best = best.map_or(Default::default(), |stream| stream.best());
+        let best = best.map_or(Default::default(), |decode| decode.best());
         let length = (length + (most_rows - first_row) as usize).min(self.run.max_length);
         let accept = self.accept(best, first_row, decoded);
         self.run.enqueued += 1;

@@ -136,8 +136,8 @@ fn cheapest_rows(of: RangeInclusive<u32>, cost: impl Fn(u32) -> u64) -> u32 {
     rows.min_by(|a, b| of_row(a).total_cmp(&of_row(b))).unwrap_or(PASS_ROWS as u32)
 }
 
-/// Enqueues attention over so many `tiles`. `pairs` says whether blocks work in pairs (clusters of 2 × 1); none chooses
-/// what is faster. They never do unless each key-value head has an even number of query heads.
+/// Enqueues attention over so many `tiles`. `clusters` says whether CTAs work in clusters of 2 × 1; none
+/// chooses what is faster. They never do unless each key-value head has an even number of query heads.
 ///
 /// # Safety
 /// As [`Device::launch`]: addresses and maps as [`PrefillAttention`] says.
@@ -148,14 +148,14 @@ pub unsafe fn enqueue_attention(
     device: &Device,
     p: PrefillAttention,
     tiles: u32,
-    pairs: Option<bool>,
+    clusters: Option<bool>,
 ) -> Result<(), Error> {
-    let paired_tiles = device.capabilities().tuning().paired_tiles;
+    let cluster_tiles = device.capabilities().tuning().cluster_tiles;
     let can = (p.q_heads / p.cache.kv_heads).is_multiple_of(2);
     let (grid, shared) = ((p.q_heads, tiles), prefill_attention::SHARED_BYTES);
     // SAFETY: the caller's word.
     unsafe {
-        if can && pairs.unwrap_or(tiles >= paired_tiles) {
+        if can && clusters.unwrap_or(tiles >= cluster_tiles) {
             device.launch_early::<prefill_attention::prefill_attention_2x1>(grid, shared, p)
         } else {
             device.launch_early::<prefill_attention::prefill_attention>(grid, shared, p)
@@ -472,8 +472,8 @@ mod tests {
     fn rounds_of_tiles_are_full() {
         // Qwen3-8B's GEMMs on 132 SMs, where two blocks take 256 × 256 together: how many of these lie side by side,
         // and what a round takes.
-        let products = [(24, 1), (16, 1), (96, 1), (16, 3)];
-        let rounds = |m: u32| products.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();
+        let gemms = [(24, 1), (16, 1), (96, 1), (16, 3)];
+        let rounds = |m: u32| gemms.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();
         assert_eq!(cheapest_rows(4096..=6144, rounds), 6144);
         // A GEMM that is three tiles across. 66 tiles are a round.
         assert_eq!(cheapest_rows(4096..=6144, |m| u64::from((m / 256 * 3).div_ceil(66))), 5632);

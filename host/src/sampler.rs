@@ -9,7 +9,8 @@ use model::Config;
 use crate::Error;
 use crate::device::{Buffer, Device};
 
-/// Splits rows of logits over a device's CTAs. Has the memory through which the CTAs of a row meet.
+/// Splits rows of logits over a device's CTAs. Has the memory through which a row's CTAs exchange what they
+/// find.
 pub struct Sampler {
     device: Device,
     /// `[resident, SCRATCH_WORDS]`.

@@ -88,8 +88,8 @@ pub struct Tuning {
     pub gemm_rows: u32,
     /// Passes over at most this many rows of sequences read codes even where bf16 weights are kept beside them.
     pub code_rows: u32,
-    /// From this many attention tiles of a prompt on, CTAs in pairs are faster.
-    pub paired_tiles: u32,
+    /// From this many attention tiles of a prompt on, clusters of two CTAs are faster.
+    pub cluster_tiles: u32,
     /// When a batch packs KV pages.
     pub packed_from: PackedFrom,
     /// From this many bytes of bf16 weights for each layer on, a decode step is faster with weights packed without
@@ -143,7 +143,7 @@ impl Tuning {
         prompt_share: 2,
         gemm_rows: 385,
         code_rows: 128,
-        paired_tiles: 32,
+        cluster_tiles: 32,
         packed_from: PackedFrom { pages: 512, mean: 0 },
         lossless_from: 64 << 20,
         copy_sms: gpu_kernels::token_copy::SMS,

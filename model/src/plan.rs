@@ -86,7 +86,7 @@ pub enum Epilogue {
     SwiGlu,
 }
 
-/// A product with a weight matrix.
+/// A GEMM with a weight matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gemm {
     /// The matrix.
@@ -116,7 +116,7 @@ impl Gemm {
 /// One step of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operator {
-    /// A product with a weight matrix.
+    /// A GEMM with a weight matrix.
     Gemm(Gemm),
     /// Makes heads of the projections' outputs: applies norms to queries and keys if there are any, then the rotary
     /// embedding, and appends keys and values to the cache.
@@ -259,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn products_are_numbered_in_the_order_of_the_pass() {
+    fn gemms_are_numbered_in_the_order_of_the_pass() {
         let config = Config::published("0.6B").unwrap();
         let per_layer = Matrix::OF_LAYER.len();
         for (i, gemm) in config.gemms().enumerate() {

@@ -244,7 +244,7 @@ pub fn emulator(seed: u64, prefill: bool) -> Device {
 /// the kernels for many sequences.
 ///
 /// # Panics
-/// If anything fails, or the device has no stream.
+/// If anything fails, or the device has no decode kernel.
 pub fn decode_unfused_and_batched(
     device: &host::device::Device,
     config: &model::Config,
@@ -258,7 +258,7 @@ pub fn decode_unfused_and_batched(
     let run = move || -> Result<[Vec<f32>; 3], host::Error> {
         let quantised = weights.compact.bytes().is_some();
         let mut forward = Forward::new(device, config, weights, tokens.len())?;
-        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
+        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device has no decode kernels");
         let codes = forward.compact_bytes();
         assert_eq!(codes.is_some(), quantised, "quantised weights are read as codes");
         let history: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
@@ -354,7 +354,7 @@ impl Company {
         let mut company = Self { forward, listed, reversed, count, vocab: config.vocab_size, in_e4m3 };
         let unfused = company.step()?;
         let forward = &mut company.forward;
-        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device cannot stream");
+        assert!(forward.prepare_decode()? && forward.prepare_batched()?, "the device has no decode kernels");
         Ok((company, unfused))
     }
 

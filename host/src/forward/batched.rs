@@ -298,7 +298,7 @@ impl Forward {
     ) -> Vec<Phase> {
         let (c, w) = (&self.config, &self.weights);
         let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
-        let product = |kind, layer: usize, gemm: &plan::Gemm| {
+        let gemm_phase = |kind, layer: usize, gemm: &plan::Gemm| {
             let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
             let program = (tile_rows, row_tiles);
             let packed = self.packed_of(program);
@@ -329,11 +329,15 @@ impl Forward {
         for (i, layer) in w.layers.iter().enumerate() {
             phases.extend(c.plan.operators().filter_map(|operator| match operator {
                 Operator::Gemm(gemm) => Some(match gemm.epilogue {
-                    Epilogue::Write { .. } => {
-                        Phase { y: self.qkv.ptr_mut(), norm: w.bias(i, &gemm), ..product(PhaseKind::Write, i, &gemm) }
+                    Epilogue::Write { .. } => Phase {
+                        y: self.qkv.ptr_mut(),
+                        norm: w.bias(i, &gemm),
+                        ..gemm_phase(PhaseKind::Write, i, &gemm)
+                    },
+                    Epilogue::Add => {
+                        Phase { norm: w.norm_after(i, &gemm).ptr(), ..gemm_phase(PhaseKind::Add, i, &gemm) }
                     }
-                    Epilogue::Add => Phase { norm: w.norm_after(i, &gemm).ptr(), ..product(PhaseKind::Add, i, &gemm) },
-                    Epilogue::SwiGlu => product(PhaseKind::SwiGlu, i, &gemm),
+                    Epilogue::SwiGlu => gemm_phase(PhaseKind::SwiGlu, i, &gemm),
                 }),
                 // The attention phase splits the heads.
                 Operator::Heads(_) => None,
@@ -348,7 +352,7 @@ impl Forward {
             }));
         }
         assert_eq!(phases.len(), 1 + LAYER_PHASES * w.layers.len());
-        phases.push(Phase { y: self.logits.ptr_mut(), ..product(head, w.layers.len(), &c.head()) });
+        phases.push(Phase { y: self.logits.ptr_mut(), ..gemm_phase(head, w.layers.len(), &c.head()) });
         phases
     }
 

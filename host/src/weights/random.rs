@@ -33,52 +33,10 @@ impl DeviceWeights {
     /// As [`random`](Self::random).
     pub fn random_as(config: &Config, device: &Device, code: Option<Code>) -> Result<Self, Error> {
         Forward::check(config)?;
-        // Random numbers by SplitMix64. All matrices repeat one pattern of 32 MiB, each from a place of its own.
-        const PATTERN: usize = 16 << 20;
-        const SIGMA: f32 = 0.02;
-        // Uniform in (0, 1). Two of these make a pair of normally distributed numbers (Box and Muller, 1958).
-        let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
-        let pair = |i: usize| {
-            let (radius, angle) = (SIGMA * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
-            [radius * angle.cos(), radius * angle.sin()]
-        };
-        let drawn: Vec<f32> = (0..PATTERN / 2).flat_map(pair).collect();
+        let drawn = normal();
         let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(x)).collect();
-        // One scale for all weights, with which codes reach to some three standard deviations.
-        let quantized = code.map(|code| {
-            let (largest, zero) = match code {
-                Code::Int4 => (8.0, 8),
-                Code::E4m3 => (numbers::LARGEST, 0),
-            };
-            let scale = bf16::from_f32(3.0 * SIGMA / largest).to_f32();
-            let value = |x: f32| match code {
-                // Adding 0 removes the sign of a zero: int4 has no negative zero.
-                Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
-                Code::E4m3 => numbers::value(numbers::nearest(x / scale)) * scale,
-            };
-            let pattern: Vec<bf16> = drawn.iter().map(|&x| bf16::from_f32(value(x))).collect();
-            (pattern, scale, zero)
-        });
-        let format = match code.map(Coding::rounded) {
-            Some(coding) => Some(MatrixFormat::Coded(coding)).filter(|_| coding.is_for(device)),
-            None if Kept::packs(device, config) => {
-                // Each matrix is sampled at another part of the pattern.
-                let sample = |(number, gemm): (usize, Gemm)| {
-                    let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
-                    Sample::new(n_tiles, k, &pattern[number * rows % (PATTERN - rows)..][..rows])
-                };
-                PackedSize::of_samples(&config.gemms().enumerate().map(sample).collect::<Vec<_>>())
-                    .map(MatrixFormat::Packed)
-            }
-            None => Some(MatrixFormat::Plain).filter(|_| Kept::packs_head_alone(device)),
-        };
-        let kept = match format.map(|format| Kept::on(device, config, format)).transpose()? {
-            Some(kept) if !matches!(kept.format, MatrixFormat::Packed(_)) => {
-                let ((n_tiles, k), rows) = (n_tiles(&config.head()), N_TILE as usize * config.head().k);
-                Some(kept.with_head(device, PackedSize::of_samples(&[Sample::new(n_tiles, k, &pattern[..rows])]))?)
-            }
-            kept => kept,
-        };
+        let quantized = code.map(|code| QuantizedPattern::new(code, &drawn));
+        let kept = kept(config, device, code, &pattern)?;
         let mut filled = 0;
         let mut fill = |elements: usize, pattern: &[bf16]| {
             filled += 1;
@@ -86,7 +44,7 @@ impl DeviceWeights {
             buffer.repeat(pattern, filled * 1_234_567 % PATTERN)?;
             Ok::<_, Error>(buffer)
         };
-        let of_layers = quantized.as_ref().map_or(&pattern, |(pattern, ..)| pattern);
+        let of_layers = quantized.as_ref().map_or(&pattern, |quantized| &quantized.pattern);
         let hidden = config.plan.hidden;
         let ones = |elements: usize| device.upload(&vec![bf16::ONE; elements]);
         let embed = fill(config.vocab_size * hidden, &pattern)?;
@@ -107,11 +65,11 @@ impl DeviceWeights {
             match (&compact, &quantized) {
                 (Compact::Packed(packed), _) => packed.pack(device, number, from)?,
                 _ if is_head => packed_head.iter().try_for_each(|packed| packed.pack(device, number, from))?,
-                (Compact::Quantized(codes), Some((_, scale, zero))) => {
+                (Compact::Quantized(codes), Some(QuantizedPattern { scale, zero, .. })) => {
                     let scales = quantized::uniform_scales(codes.coding(), shape, *scale, *zero);
                     codes.find(device, number, from, &scales)?;
                 }
-                (Compact::E4m3(codes), Some((_, scale, _))) => {
+                (Compact::E4m3(codes), Some(QuantizedPattern { scale, .. })) => {
                     codes.find(device, number, from, &e4m3::uniform_scales(shape, *scale))?;
                 }
                 _ => {}
@@ -138,5 +96,68 @@ impl DeviceWeights {
             packed_head,
         };
         Ok(all.finish()?.expect("weights that are normally distributed can be what they are to be"))
+    }
+}
+
+/// Elements of a pattern. All matrices repeat it, each from a place of its own.
+const PATTERN: usize = 16 << 20;
+/// The weights' standard deviation.
+const SIGMA: f32 = 0.02;
+
+/// A pattern of normally distributed numbers.
+fn normal() -> Vec<f32> {
+    // Uniform in (0, 1), by SplitMix64. Two of these make a pair of normally distributed numbers (Box and Muller, 1958).
+    let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
+    let pair = |i: usize| {
+        let (radius, angle) = (SIGMA * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
+        [radius * angle.cos(), radius * angle.sin()]
+    };
+    (0..PATTERN / 2).flat_map(pair).collect()
+}
+
+/// A pattern of quantised weights. All have one scale, with which codes reach to some three standard deviations, and
+/// one zero.
+struct QuantizedPattern {
+    pattern: Vec<bf16>,
+    scale: f32,
+    zero: u8,
+}
+
+impl QuantizedPattern {
+    fn new(code: Code, drawn: &[f32]) -> Self {
+        let (largest, zero) = match code {
+            Code::Int4 => (8.0, 8),
+            Code::E4m3 => (numbers::LARGEST, 0),
+        };
+        let scale = bf16::from_f32(3.0 * SIGMA / largest).to_f32();
+        let value = |x: f32| match code {
+            // Adding 0 removes the sign of a zero: int4 has no negative zero.
+            Code::Int4 => ((x / scale).round().clamp(-8.0, 7.0) + 0.0) * scale,
+            Code::E4m3 => numbers::value(numbers::nearest(x / scale)) * scale,
+        };
+        Self { pattern: drawn.iter().map(|&x| bf16::from_f32(value(x))).collect(), scale, zero }
+    }
+}
+
+/// What is kept of weights that repeat `pattern`, as if they came from a checkpoint.
+fn kept(config: &Config, device: &Device, code: Option<Code>, pattern: &[bf16]) -> Result<Option<Kept>, Error> {
+    let sample = |gemm: Gemm, from: usize| {
+        let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
+        Sample::new(n_tiles, k, &pattern[from * rows % (PATTERN - rows)..][..rows])
+    };
+    let format = match code.map(Coding::rounded) {
+        Some(coding) => Some(MatrixFormat::Coded(coding)).filter(|_| coding.is_for(device)),
+        None if Kept::packs(device, config) => {
+            // Each matrix is sampled at another part of the pattern.
+            let samples = config.gemms().enumerate().map(|(number, gemm)| sample(gemm, number));
+            PackedSize::of_samples(&samples.collect::<Vec<_>>()).map(MatrixFormat::Packed)
+        }
+        None => Some(MatrixFormat::Plain).filter(|_| Kept::packs_head_alone(device)),
+    };
+    match format.map(|format| Kept::on(device, config, format)).transpose()? {
+        Some(kept) if !matches!(kept.format, MatrixFormat::Packed(_)) => {
+            Ok(Some(kept.with_head(device, PackedSize::of_samples(&[sample(config.head(), 0)]))?))
+        }
+        kept => Ok(kept),
     }
 }

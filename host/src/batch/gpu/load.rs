@@ -1,7 +1,7 @@
 //! Loads a batch on a device, with a model or head that drafts for it if there is one.
 
 use gpu_kernels::step::MAX_DECODE_ROWS;
-use model::Checkpoint;
+use model::{Checkpoint, Config};
 
 use super::GpuBatch;
 use super::head::HeadBatch;
@@ -84,6 +84,67 @@ fn with_draft_rows_for(draft: Option<&DraftCheckpoint>, options: BatchOptions) -
     }
 }
 
+/// What is asked of a card's memory, before anything is loaded.
+struct Room<'a> {
+    config: &'a Config,
+    draft: Option<&'a DraftCheckpoint>,
+    device: &'a Device,
+    options: &'a BatchOptions,
+    /// The shortest of the possible contexts.
+    shortest: usize,
+}
+
+impl Room<'_> {
+    fn sizes(&self, context: usize) -> BatchSizes {
+        BatchSizes::new(self.device, context, self.options)
+    }
+
+    /// The least that the drafter takes.
+    fn drafter(&self, context: usize) -> Result<Option<LeastDrafter>, Error> {
+        self.draft.map(|draft| LeastDrafter::of(draft, self.device, context, self.options)).transpose()
+    }
+
+    /// The pages that the cache has beside all else.
+    ///
+    /// # Errors
+    /// Too little memory.
+    fn pages(&self, context: usize, kept: Option<Kept>) -> Result<usize, Error> {
+        let Self { config, device, options, .. } = *self;
+        let (sizes, drafter) = (self.sizes(context), self.drafter(context)?);
+        let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
+            .keeping(config, kept);
+        let least = Footprint { working: least.working + SPARE, ..least };
+        let left = least.left_on(device, context)?;
+        drafter.map_or(Ok(()), |drafter| drafter.fits(device, context, left))?;
+        // A drafter may take more than the least. A longer context must leave room for that.
+        let free = device.free_memory()?.filter(|_| self.draft.is_some() && context > self.shortest);
+        let of_drafter = drafter.map_or(0, LeastDrafter::bytes) + free.map_or(0, |free| free / DRAFTER_SHARE);
+        let coming = least.weights + of_drafter + GpuBatch::decode_bytes(device);
+        let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
+        let pages = sizes.pages(config, device, options, in_e4m3, coming)?;
+        let tier = sizes.host_pages(config, options, pages)?;
+        if device.is_emulator() {
+            // The emulator also tracks which memory was written, with 2 bytes for 16.
+            let page = KvCache::page_bytes(config) * 9 / 8;
+            check_memory(page, pages + tier, least.working + coming)?;
+        }
+        Ok(pages)
+    }
+
+    /// The longest of these contexts that there is memory for and that takes little of it beside the cache, else the
+    /// shortest.
+    fn context(&self, contexts: &[usize], kept: Option<Kept>) -> Result<usize, Error> {
+        let working = |context| {
+            let sizes = self.sizes(context);
+            Footprint::of_room(self.config, &sizes.room(0), sizes.prompt_rows()).working
+        };
+        let free = self.device.free_memory()?;
+        let most = free.map_or(u64::MAX, |free| working(self.shortest) + free / CONTEXT_SHARE);
+        let fits = |&&context: &&usize| working(context) <= most && self.pages(context, kept).is_ok();
+        Ok(contexts.iter().find(fits).copied().unwrap_or(self.shortest))
+    }
+}
+
 impl GpuBatch {
     /// Uploads `checkpoint` to `device`, with the model or head that drafts for it, if there is one. `contexts` are the
     /// possible contexts, the longest first. The first is taken that there is memory for and that takes little of it
@@ -106,46 +167,17 @@ impl GpuBatch {
         Forward::check(config)?;
         let options = with_draft_rows_for(draft, options);
         let shortest = *contexts.last().expect("a context");
-        // Checks that everything fits, before anything is loaded. Returns the pages of the cache.
-        let fits_with = |context: usize, kept: Option<Kept>| {
-            let sizes = BatchSizes::new(device, context, &options);
-            let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
-            let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
-                .keeping(config, kept);
-            let least = Footprint { working: least.working + SPARE, ..least };
-            let left = least.left_on(device, context)?;
-            beside.map_or(Ok(()), |beside: LeastDrafter| beside.fits(device, context, left))?;
-            // A drafter may take more than the least. A longer context must leave room for that.
-            let free = device.free_memory()?.filter(|_| draft.is_some() && context > shortest);
-            let of_drafter = beside.map_or(0, LeastDrafter::bytes) + free.map_or(0, |free| free / DRAFTER_SHARE);
-            let coming = least.weights + of_drafter + Self::decode_bytes(device);
-            let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
-            let pages = sizes.pages(config, device, &options, in_e4m3, coming)?;
-            let tier = sizes.host_pages(config, &options, pages)?;
-            if device.is_emulator() {
-                // The emulator also tracks which memory was written, with 2 bytes for 16.
-                let page = KvCache::page_bytes(config) * 9 / 8;
-                check_memory(page, pages + tier, least.working + coming)?;
-            }
-            Ok(pages)
-        };
+        let room = Room { config, draft, device, options: &options, shortest };
         // The format of the weights is chosen for the shortest context: a longer one is no reason for another format.
         let sizes = BatchSizes::new(device, shortest, &options);
-        let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| fits_with(shortest, kept))?;
-        let working = |context| {
-            let sizes = BatchSizes::new(device, context, &options);
-            Footprint::of_room(config, &sizes.room(0), sizes.prompt_rows()).working
-        };
-        let most = device.free_memory()?.map_or(u64::MAX, |free| working(shortest) + free / CONTEXT_SHARE);
-        let fitting = contexts.iter().find(|&&context| working(context) <= most && fits_with(context, kept).is_ok());
-        let context = *fitting.unwrap_or(&shortest);
-        let fits = |kept| fits_with(context, kept);
-        fits(kept)?;
-        let beside = draft.map(|draft| LeastDrafter::of(draft, device, context, &options)).transpose()?;
+        let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| room.pages(shortest, kept))?;
+        let context = room.context(contexts, kept)?;
+        room.pages(context, kept)?;
         let of_model = DeviceWeights::bytes(config, kept);
-        let all = of_model + beside.map_or(0, |beside| beside.weights);
+        let all = of_model + room.drafter(context)?.map_or(0, |drafter| drafter.weights);
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
-        let weights = DeviceWeights::upload(checkpoint, device, kept, || fits(None).map(drop), told)?;
+        let fits = || room.pages(context, None).map(drop);
+        let weights = DeviceWeights::upload(checkpoint, device, kept, fits, told)?;
         let of_draft = |error| Error::DraftModel(Box::new(error));
         let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);
         let with_model = |weights| Self::with_weights(device, config, weights, context, options);
