@@ -438,14 +438,18 @@ impl Bencher {
         drop(send);
         let mut line = Queue::new(coming, |(_, most)| *most);
         let begun = Instant::now();
-        let mut last = begun;
+        let (mut last, mut more) = (begun, true);
         loop {
-            while steps.scheduler().has_room()
-                && let Ok((prompt, most)) = line.next(Duration::ZERO)
-            {
-                let length = prompt.len();
-                running.sequences.insert(steps.add(prompt, length + most), (length, length + most));
+            while more && steps.scheduler().has_room() {
+                match line.next(Duration::ZERO) {
+                    Ok((prompt, most)) => {
+                        let length = prompt.len();
+                        running.sequences.insert(steps.add(prompt, length + most), (length, length + most));
+                    }
+                    Err(_) => more = false,
+                }
             }
+            steps.expect_more(more);
             if steps.is_idle() {
                 break;
             }

@@ -52,6 +52,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         {
             batch.submit(job)?;
         }
+        // The last prompts then do not wait to be read together with others.
+        batch.expect_more(!waiting.is_empty());
         // An answer that failed concerns its request alone. An error of the step concerns the device.
         for done in batch.step()? {
             let answer = done.answer?;

@@ -169,6 +169,7 @@ pub fn together(
             let job = Job { id: *id as u64, request: request.clone(), logprobs };
             batch.submit(job).unwrap_or_else(|e| panic!("{e}"));
         }
+        batch.expect_more(coming.len() > 0);
         if batch.is_idle() {
             break;
         }
