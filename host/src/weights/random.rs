@@ -106,7 +106,7 @@ const SIGMA: f32 = 0.02;
 
 /// A pattern of normally distributed numbers.
 fn normal() -> Vec<f32> {
-    // Uniform in (0, 1), by SplitMix64. Two of these make a pair of normally distributed numbers (Box and Muller, 1958).
+    // Uniform in (0, 1), by SplitMix64. Two of these make two that are normally distributed (Box and Muller, 1958).
     let uniform = |i: usize| ((gpu_kernels::sample::random(0, i as u64) >> 40) as f32 + 0.5) / (1 << 24) as f32;
     let pair = |i: usize| {
         let (radius, angle) = (SIGMA * (-2.0 * uniform(2 * i).ln()).sqrt(), TAU * uniform(2 * i + 1));
