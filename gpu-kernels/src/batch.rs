@@ -2,7 +2,21 @@
 //! token uses, the gathering of rows whose logits are wanted, and moves of pages.
 //!
 //! The host writes what changes from step to step into one piece of memory, as lists. Each of these kernels takes one
-//! of the lists.
+//! of the lists. In the order of a step (`host/src/batch/gpu/enqueue.rs`):
+//!
+//! ```text
+//! changes    list_records   records of pages that move to or from the host tier, for `token_copy`
+//!            put_words      entries of page tables; then which pages are packed
+//!            clear_rows     counts of token uses, of sequences that begin anew
+//!            put_words      single counts
+//! each pass  take_tokens    tokens that the step before has chosen, into the pass's rows
+//!            …              the forward pass
+//!            pick_rows      prompts: the rows whose logits are wanted; then the head
+//!            take_best      if the pass has left ranks of the best tokens; otherwise the sampler chooses
+//! ```
+//!
+//! A kernel without entries is not launched. A drafting head's passes use `put_words` and `take_best`, too. Where
+//! GEMMs are of e4m3 and the head is not, `pick_rows` puts the elements of consecutive rows into natural order for it.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{Global, GlobalMut, bf16, device, kernel, thread};

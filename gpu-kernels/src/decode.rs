@@ -32,6 +32,19 @@
 //! short ring, and in the kernels for long contexts with plain weights, each takes all N-tiles for 8 of the rows
 //! instead.
 //!
+//! # Named barriers
+//! A CTA has 16 named barriers. Each group of warps that synchronises by itself has a number of its own:
+//!
+//! | barrier | warps | who waits there |
+//! |---|---|---|
+//! | 0 | all 12 | once, before the roles part: `sync_threads` in `run` |
+//! | 1 | 0 to 7 | the consumers: `sync` in `consumer.rs`; attention's `reduce_few` and `combine_head` use it, too |
+//! | 2 | 0 to 7, and 9 | one row: the consumers and the warp of the norm's factor, `sync_with_factor` in `one.rs` |
+//! | 4 + `w` | `w` and `w + 4` | one row: the two warps of split-K partial `w`, 0 to 3: `Duty::sync` in `one.rs` |
+//! | 8, 9 | 0 to 3, 4 to 7 | e4m3: the warps of a warpgroup, `Warpgroup::sync` in `consumer/e4m3.rs` |
+//!
+//! Number 3 and those from 10 on are free.
+//!
 //! # Safety
 //! All threads of every CTA of a cooperative launch call what is unsafe here. The launch has the [threads](THREADS) and
 //! the shared memory that the kernel asks for: [`SHARED_BYTES`], or with a short ring [`SHORT_SHARED_BYTES`]. `p` is

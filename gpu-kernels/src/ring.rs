@@ -3,6 +3,45 @@
 //! Stages lie in the CTA's dynamic shared memory. Each has a full barrier and an empty barrier. The ring's [`Shape`]
 //! says where the full barriers begin; the empty barriers follow them.
 //!
+//! # Handshake
+//! ```text
+//! producer                                                  consumers
+//! wait_empty    the empty barrier's phase has ended         wait_full     the full barrier's phase has ended
+//! full          one arrival, which announces the bytes      read the stage
+//! copies        bring the bytes; then the phase ends        release_*     arrivals; after the last the phase ends
+//! ahead(1)                                                  ahead(1)
+//! ```
+//!
+//! Each turn of the ring ends one phase of each barrier. A wait names the parity of the phase that is to end. Both
+//! sides flip theirs when they pass the last stage. A consumer begins with parity 0, so it waits for the first fill. A
+//! producer begins with parity 1: that counts as ended on a fresh barrier, so the first turn finds every stage free.
+//!
+//! A phase of a full barrier takes one arrival, and the bytes that the arrival announces (none where the producer
+//! itself writes the stage). A phase of an empty barrier takes as many arrivals as [`init`](Ring::init) was told:
+//!
+//! | ring | arrivals that free a stage |
+//! |---|---|
+//! | [decode](crate::decode) | 8: one of each consumer warp, or two of each of the four warps that read a chunk |
+//! | `batched`: weights and pages | 8: one of each consumer warp, or four of each of the two warps that read a page |
+//! | `batched`: activations, items; messages | 8: one of each consumer warp; 1 |
+//! | `gemm` in bf16 | 2 of this CTA and of each that shares rows or weights with it: one of each warpgroup |
+//! | `gemm` in e4m3 | 8: one of each warp that multiplies |
+//! | `attend_batch` | none: the warp that fills its ring is the one that reads it |
+//!
+//! # Which release
+//! TMA's writes are not ordered behind a warp's ordinary loads. So whoever releases a stage sees to it that no load
+//! from it is still under way:
+//!
+//! | the stage was read | release by |
+//! |---|---|
+//! | by ordinary loads | [`release`](Ring::release), or [`release_pair`](Ring::release_pair) for two |
+//! | by such loads, whose values all went into products | [`release_behind`](Ring::release_behind) a sum of these |
+//! | by such loads, with a word that depends on each of them | [`release_loaded`](Ring::release_loaded) |
+//! | by `wgmma` alone, which was waited for | an arrival at [`empty`](Ring::empty), by each warp or warpgroup |
+//! | by loads whose values were used already; or TMA does not fill it | [`release_unfenced`](Ring::release_unfenced) |
+//!
+//! Only [`release`](Ring::release) and [`release_pair`](Ring::release_pair) pay for a fence.
+//!
 //! # Safety
 //! [`Ring`] says what all that is unsafe here asks. Beyond that, a producer fills only a stage that it has waited for,
 //! and tells the stage's full barrier of as many bytes as the copies bring. A consumer is never more than one phase

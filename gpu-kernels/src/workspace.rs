@@ -11,11 +11,12 @@ use crate::qkv::{Heads, SplitHeads};
 use crate::step::Rows;
 
 /// A part of the parameters of [`decode`](crate::decode::DecodeStep) and [`batched`](crate::batched::BatchedStep).
-/// Activations lie in the order that the kernel's own GEMMs read them in.
+/// Activations lie in the order that the kernel's own GEMMs read them in. The decode kernel's step of one row writes
+/// none of this: its activations are [words](crate::exchange).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, cuda_std::Layout)]
 pub struct Workspace {
-    /// The rows of this step.
+    /// The rows of this step. Launches ahead or the host write them.
     pub rows: Rows,
     /// `[vocab, hidden]`, as in the checkpoint.
     pub embed: Global<bf16>,
@@ -25,17 +26,17 @@ pub struct Workspace {
     pub sin: Global<f32>,
     /// Page tables, as [`Cache::tables`].
     pub tables: Global<u32>,
-    /// The residual stream of every row.
+    /// The residual stream of every row. The embedding begins it; the output and down projections add to it.
     pub residual: Residual,
-    /// `[rows, (q_heads + 2 · kv_heads) · 128]`.
+    /// `[rows, (q_heads + 2 · kv_heads) · 128]`. The projections of queries, keys and values write it.
     pub qkv: GlobalMut<f32>,
-    /// As [`Attend::sums`].
+    /// As [`Attend::sums`]. Attention writes the splits that are combined by way of memory.
     pub sums: GlobalMut<f32>,
-    /// As [`Attend::scales`].
+    /// As [`Attend::scales`]. Written with [`sums`](Self::sums).
     pub scales: GlobalMut<f32>,
-    /// `[rows, q_heads · 128]`.
+    /// `[rows, q_heads · 128]`. Attention writes it, or what combines its splits.
     pub attended: GlobalMut<bf16>,
-    /// `[rows, intermediate]`.
+    /// `[rows, intermediate]`. The gate and up projections write it.
     pub activation: GlobalMut<bf16>,
     /// Query heads.
     pub q_heads: u32,

@@ -1,5 +1,38 @@
 //! The epilogues of the batched kernel's GEMMs.
 //!
+//! [`main_loop::multiply`](super::main_loop::multiply) calls [`put`] for each unit, when the lower accumulators hold
+//! complete sums. Weights are A, so the 64 rows of a warpgroup's C are features, and its columns are rows of
+//! activations. Warp `w` of the 8 has N-tile `w` of the tile. With `g = lane / 4` and `t = lane % 4`, a lane has for
+//! every group `j` of eight rows:
+//!
+//! ```text
+//!                       row 8 j + 2 t         row 8 j + 2 t + 1
+//! feature g             accumulator 4 j       accumulator 4 j + 1         of a gate-up N-tile: the gate
+//! feature g + 8         accumulator 4 j + 2   accumulator 4 j + 3         its up
+//! ```
+//!
+//! f32 outputs (`Write`, and the residual of `Add`) are stored from there: eight lanes with one `t` have eight
+//! neighbouring features of a row. Activations, in bf16, are packed in pairs of rows and then transposed, 8 × 8, so
+//! that a lane has pairs of features of one row:
+//!
+//! ```text
+//! before    lane (g, t)    feature g        rows 8 j + 2 t and the next
+//! after     lane (g, t)    row 8 j + g      features 2 t and the next
+//! ```
+//!
+//! In the order of [`slot`] the pair of features `2 t + 8` lies right behind the pair `2 t`. So `Add`, which has both,
+//! stores them at once.
+//!
+//! | kind | output | to |
+//! |---|---|---|
+//! | `Write` | `sum · factor + bias`, f32 | [`Phase::y`] |
+//! | `Best` | the best [`rank`] of each row | [`BatchedStep::best`], by way of [`Memory::BEST`] |
+//! | `Add` | `x += sum`; `bf16(x · weight)`; the N-tile's `Σ x²` | [`Residual`](crate::norm::Residual) |
+//! | `SwiGlu` | `swiglu(gate · factor, up · factor)`, bf16 | [`activation`](crate::workspace::Workspace::activation) |
+//!
+//! A quarter of the tile's groups is finished at a time. What the next quarter is added to is loaded before the stores
+//! of this one.
+//!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, for a unit that the CTA
 //! has; the lanes exchange what they have. Each output is one lane's in the whole grid. The rows that a unit finishes

@@ -1,5 +1,43 @@
 //! The phases of a step, and how their tiles are shared out over the grid.
 //!
+//! The host writes a step's phases as a list (`host/src/forward/batched.rs`), and all CTAs go through it in order. A
+//! grid barrier stands between two phases, so each reads what those before it wrote. Memory is that of
+//! [`Workspace`](crate::workspace::Workspace); `hidden` is the residual stream's size, `heads` is
+//! `q_heads + 2 · kv_heads`, and `w` is the weight of the norm that comes next:
+//!
+//! | phase | kind | reads | writes |
+//! |---|---|---|---|
+//! | embedding | `Embed` | tokens, `embed [vocab, hidden]` | the residual stream¹ |
+//! | QKV | `Write` | `scaled [rows, hidden]`, `squares`, bias | `qkv [rows, heads · 128]`, f32 |
+//! | attention | `Attend` | `qkv`, pages of keys and values | `attended [rows, q_heads · 128]`, bf16²; keys, values³ |
+//! | output | `Add` | `attended`, `x` | the residual stream¹ |
+//! | gate-up | `SwiGlu` | `scaled`, `squares` | `activation [rows, intermediate]`, bf16 |
+//! | down | `Add` | `activation`, `x` | the residual stream¹ |
+//! | head | `Write` or `Best` | `scaled`, `squares` | logits `[rows, vocab]`, f32; or `best [rows]`, a rank each |
+//!
+//! The five phases from QKV to down repeat for each layer. A launch may have a part of the list: none of the head where
+//! no row is to be sampled; attention alone, or the last phases, where the layers' GEMMs are launches of their own.
+//!
+//! ¹ [`Residual`](crate::norm::Residual): `x [rows, hidden]` in f32, `scaled = bf16(x · w)` in the order of
+//! [`slot`](crate::linear::slot), and `squares`, the sum of `x²` over each N-tile. `squares` go to the rows' norm
+//! factors, by which the epilogues of `Write`, `Best` and `SwiGlu` multiply.
+//!
+//! ² Splits whose sums do not stay in shared memory go through `sums` and `scales`.
+//!
+//! ³ Those of the step's own rows. Two warps beside the consumers write them to the cache when all CTAs are done with
+//! attention, while the consumers run the next phase.
+//!
+//! # Tiles of a GEMM
+//! A tile has 8 N-tiles and 64, 96 or 128 rows. [`GemmPhase::unit`] counts down the tiles of rows first, then across
+//! the features. A CTA takes every unit whose number is its own modulo the grid. The tiles of full waves are whole;
+//! those of the last wave are in 1, 2 or 4 parts along K ([`Share`]). With 2 parts:
+//!
+//! ```text
+//! unit                0   …   whole − 1 │ whole   whole + 1 │ whole + 2   whole + 3 │ …
+//! tile                0   …   whole − 1 │ ───── whole ───── │ ───── whole + 1 ───── │
+//! split-K indices   0 to 3      0 to 3  │ 0, 1      2, 3    │   0, 1        2, 3    │
+//! ```
+//!
 //! # Safety
 //! A `phase` is one of a launch's, which nobody writes while it runs.
 

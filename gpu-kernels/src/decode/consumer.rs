@@ -53,7 +53,7 @@ pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
     pub place: u32,
 }
 
-/// The 8 consumer warps of a CTA synchronise.
+/// The 8 consumer warps of a CTA synchronise, at [barrier](super#named-barriers) 1.
 #[device]
 pub fn sync() {
     thread::sync_named(1, WARPS * 32);

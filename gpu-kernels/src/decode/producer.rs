@@ -1,5 +1,55 @@
 //! The producer that keeps the ring of chunks full.
 //!
+//! One warp of each CTA, [`produce`], fills the ring from the first layer to the head. It waits only for room in the
+//! ring and for copies, never for another CTA or at a grid barrier. A stage has an N-tile's chunk of a matrix (or up to
+//! [`CHUNKS`](WeightFormat::CHUNKS) of them, one behind another), or the keys or values of a page for one head. In each
+//! layer:
+//!
+//! ```text
+//! QKV        pages: for each share of the CTA                     output     gate-up    down       QKV of the next …
+//! q i        keys 0 1 … pages − 1 │ values 0 1 … pages − 1        q i        q i        q i
+//! ```
+//!
+//! `q i` is the order within a [wave](crate::stream::Wave): for each chunk `q` of the inputs, one stage for each of the
+//! CTA's N-tiles `i`. Consumers call the chunks of one `q` a turn. Pages come before the output projection, since
+//! attention comes there. The step's own keys and values are not in the pages that come; consumers add them in the
+//! ring.
+//!
+//! # Copies under way
+//! Before each fill the producer waits until the fill `n` stages back has arrived ([`Ring::wait_under_way`]), where `n`
+//! is what [`under_way`] says, and until the stage is free. `n` by what has been filled of this matrix, or of this
+//! layer's pages:
+//!
+//! | | until the ring was filled once | then |
+//! |---|---|---|
+//! | several rows | 2 | 4 |
+//! | one row, waves of at most [`FEW`] chunks | 2 | second of [`UNDER_WAY_OF_ONE`](WeightFormat::UNDER_WAY_OF_ONE) |
+//! | one row otherwise | first of these | second of these |
+//!
+//! For weights `n` is multiplied by the format's [`UNDER_WAY`](WeightFormat::UNDER_WAY). If that is more than 1, the
+//! product is at most the ring's stages less [`NOT_UNDER_WAY`].
+//!
+//! # Phases of full barriers
+//! A full barrier tells only two successive fills of its stage apart. So before a warp asks for the fill at place `q`
+//! of the stream, the fill before it in the same stage, at place `q − stages`, must have arrived. A warp that reads
+//! every stage has waited for that one itself. This is so with a short ring, and for pages. But in other GEMMs each
+//! half of the consumers may read only every other N-tile. Then the bound on `n` takes the place of the wait:
+//!
+//! ```text
+//! place   q − 12            q − 3              q
+//!         arrived? ◄─ 9 ──► seen to be full    asked for         12 stages
+//! ```
+//!
+//! - In a part a warp's next N-tile is at most three places behind its last one. (Its N-tiles are two places apart.
+//!   From the last of a turn to the first of the next it is one place, two or three.) So it has seen place `q − 3` or a
+//!   later one to be full. The producer filled that place only when the fill `n` places back had arrived.
+//! - Within a part `n` does not fall. So all fills of the part up to that one have arrived, and `n + 3 ≤ stages` is
+//!   enough. That is what [`NOT_UNDER_WAY`] keeps where [`under_way`] alone would not.
+//! - At the first places of a part the place `q − stages` is in an earlier part. But all consumers have synchronised
+//!   since, and by then the fills of that part, each of which some warp had to read, have all arrived.
+//! - Formats that are multiplied [by pairs](super::consumer) ask for two N-tiles at once, up to five places behind the
+//!   last one seen. For these, `by_pairs` asserts `n + 5 ≤ stages`.
+//!
 //! # Safety
 //! `p` is a launch's parameter block. One thread makes and stores [`Units`], before the CTA synchronises. After that
 //! one whole warp calls [`produce`], and so what [`produce`] calls. Nobody else fills the ring, and consumers take the
@@ -270,7 +320,7 @@ const fn under_way(of_one: Option<[u32; 2]>, chunks: u32, filled: u32, stages: u
 const FEW: u32 = 8;
 
 /// Stages of the ring that are never under way. With fewer of them, a consumer that looks at every third stage could
-/// take one fill of a stage for the next: see `Duty::load`.
+/// take one fill of a stage for the next: see [above](self#phases-of-full-barriers).
 const NOT_UNDER_WAY: u32 = 3;
 
 /// Waits for room for the next chunk.

@@ -1,5 +1,28 @@
 //! Epilogues: what a GEMM does with a tile's sums.
 //!
+//! The [main loop](super) leaves the sums of a warpgroup's half of a tile in its accumulators, 64 rows × `N` weight
+//! rows. Rows of activations are A, and weights are B. Warp `w` of the warpgroup has rows `16 w` to `16 w + 15`. With
+//! `g = lane / 4` and `t = lane % 4`, a lane has for every eight columns `j`, half an N-tile:
+//!
+//! ```text
+//!                       column 8 j + 2 t      column 8 j + 2 t + 1
+//! row 16 w + g          accumulator 4 j       accumulator 4 j + 1
+//! row 16 w + g + 8      accumulator 4 j + 2   accumulator 4 j + 3
+//! ```
+//!
+//! So four lanes share a row, and have every fourth pair of its columns. Of a gate-up N-tile, columns 0 to 7 are gates
+//! and columns 8 to 15 their ups: `j` even and `j + 1` are a gate and its up, in one lane, and give feature `4 j + 2 t`
+//! and the next.
+//!
+//! | epilogue | from accumulators to memory |
+//! |---|---|
+//! | [`Write`] | each lane stores its pairs of f32 |
+//! | [`SwiGlu`] | bf16 into a box of 64 × 64 in shared memory, in the order of slots; TMA stores the box |
+//! | [`Add`] | eight rows × [`SPAN`] features through the warp's own part of shared memory; then whole rows |
+//! | [`Qkv`] | a head's norm and rotation in registers; then 16 rows of a head through shared memory |
+//!
+//! Each begins the [next tile](Next) as soon as it needs the accumulators no more.
+//!
 //! # Safety
 //! What is here is called in a GEMM, by whole warpgroups 0 and 1 of its CTAs. `p` is the launch's parameter block, and
 //! memory is as that says, with room for whole tiles of rows. A [`Half`] is of one of the CTA's tiles, whose rows and

@@ -1,6 +1,34 @@
 //! The main loop of a warpgroup: it multiplies one stage after another, adds split-K partials to totals, and runs the
 //! epilogue of each tile beside the next tile's first MMAs.
 //!
+//! [`consume`] is the role of warpgroups 0 and 1. Each has 64 of the tile's 128 rows and `WIDTH` of its weight rows.
+//! The [producer](super::producer) brings a tile's slices split-K partial by split-K partial. A lane's sums go like
+//! this (`pₖ` are those of partial `k`):
+//!
+//! ```text
+//! time ──►
+//! MMAs          p₀ ─────────────► p₁ ──────► p₂ ──────► p₃ ──────►               p₀ of the next tile ───►
+//! accumulators  p₀                p₁         p₂         p₃         t + p₃        p₀
+//! totals t          t = p₀            t + p₁     t + p₂
+//! epilogue      loads: early, ahead¹                    ahead²     reads sums    writes them, step by step
+//!                                                                           begin ▲     ▲ step  ▲ step
+//! ```
+//!
+//! ¹ With tiles of 256 weight rows, before there are totals, which need the registers. ² With 128, before `p₃`.
+//!
+//! Within a split-K partial the MMAs of one stage run while those of the next are issued; then the first of the two is
+//! released. Between two partials the warpgroup waits for all MMAs, and adds. [`Next::begin`] begins the next tile as
+//! soon as the epilogue no longer needs the accumulators, and [`Next::step`] goes on by a stage. After the CTA's last
+//! tile, `begin` begins MMAs that nobody needs.
+//!
+//! | `WIDTH` | accumulators | totals |
+//! |---|---|---|
+//! | 128 | 0 to 63 | accumulators 64 to 127 |
+//! | 256 | 0 to 127 | accumulators from [`wgmma::SPARE`] on, for the first 96; shared memory for the other 32 |
+//!
+//! The shared memory of totals is that of the epilogue's boxes. So TMA must have read the boxes before totals go there,
+//! and lanes must have read the totals before boxes go there.
+//!
 //! # Safety
 //! As for [the whole](super).
 

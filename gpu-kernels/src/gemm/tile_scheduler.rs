@@ -1,4 +1,22 @@
 //! The tiles that a CTA takes, and their order.
+//!
+//! Turns go down a band of [`Tiles::band`] rows of tiles before they go right; then comes the next band. The last band
+//! may be lower. A turn is one tile of each of the CTAs that take neighbouring tiles: [`Tiles::together`], one CTA if
+//! they are not in clusters. (It is two tiles of a CTA where an epilogue takes them [in pairs](Epilogue::IN_PAIRS).)
+//! With bands of two rows of turns:
+//!
+//! ```text
+//! features ──►            a turn of a cluster of 4 × 2
+//! rows    0   2   4   6     CTA 0   CTA 4
+//!   │     1   3   5   7     CTA 1   CTA 5
+//!   ▼     8   9  10  11     CTA 2   CTA 6
+//!                           CTA 3   CTA 7
+//! ```
+//!
+//! CTA `b` of a grid of `grid` has the turns of `b`, `b + grid`, `b + 2 grid` and so on, each divided by the number of
+//! CTAs of a turn. So CTAs that run at the same time have turns that follow each other: they share the band's rows, and
+//! few columns of weights. All roles of a CTA have an iterator of their own, and so the same tiles in the same order.
+//! In a cluster a tile may lie beyond the matrix; its sums are not stored.
 
 use core::marker::PhantomData;
 

@@ -1,5 +1,27 @@
 //! How the batched decode kernels read weights.
 //!
+//! A stage has one slice, 64 inputs, of 8 N-tiles. Consumer warp `w` makes the fragments of N-tile `w`: A of four MMAs
+//! of 16 inputs each. It puts them into registers that `wgmma` reads by number ([`wgmma::FRAGMENTS`]): a stage with an
+//! even number in its split-K partial into 0 to 15, one with an odd number into 16 to 31. So the fragments of one stage
+//! are made while MMAs read those of the other. (Packed weights take both halves at a time.) With
+//! `g = lane / 4` and `t = lane % 4`, MMA `i` of a stage reads:
+//!
+//! ```text
+//! register   4 i          4 i + 1        4 i + 2          4 i + 3
+//! feature    g            g + 8          g                g + 8
+//! inputs     2 t and the next            2 t + 8 and the next         in the order of slots, from 16 i on
+//! ```
+//!
+//! In a stage of [`Plain`] weights each register is a core matrix, 128 contiguous bytes:
+//!
+//! ```text
+//! [N-tile of 8][features 0 to 7, then 8 to 15][MMA of 4][inputs 0 to 7, then 8 to 15][feature of 8][8 inputs]
+//! ```
+//!
+//! The main loops are in `k_partial.rs` of [`batched`](crate::batched): a [`LoadedFormat`] makes the fragments of a
+//! stage in one go, a [`PairedFormat`] those of two stages, and a [`CodedFormat`] first loads a stage's codes and
+//! decodes them later. With 96 or 128 rows a tile, `wgmma` reads plain weights from the stage itself.
+//!
 //! # Safety
 //! What is unsafe here asks the same as for all [formats](super). Each of the eight consumer warps loads the N-tile of
 //! a stage that has its number. No MMA reads the registers that are written.

@@ -139,7 +139,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     /// A full barrier tells only two successive phases apart. The stage's previous fill may have been for the other
     /// half of the CTA, and then this warp has not waited for it. But that fill has ended: this warp has waited for one
     /// of the last three stages, or has synchronised with the CTA since, and no more than 9 of the 12 stages are under
-    /// way.
+    /// way. The [producer](crate::decode::producer#phases-of-full-barriers) has the whole argument.
     ///
     /// # Safety
     /// The stage has, or will have, an N-tile of the warp's, which it has not loaded yet. `chunk` is one of the

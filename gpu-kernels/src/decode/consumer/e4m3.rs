@@ -150,7 +150,7 @@ impl<const N: u32> Warpgroup<N> {
         }
     }
 
-    /// The warpgroup's lanes synchronise.
+    /// The warpgroup's lanes synchronise, at [barrier](crate::decode#named-barriers) 8 or 9.
     #[device]
     fn sync(&self) {
         thread::sync_named(8 + self.half, HALF);

@@ -1,5 +1,38 @@
 //! Products of a step of one row, whose input comes as [words](crate::exchange).
 //!
+//! [`gemm_of_one`](Consumer::gemm_of_one) runs a matrix's GEMM and its epilogue. [`Consumer::run`] calls it for each
+//! matrix in turn, by way of [`of_one`](super::Products::of_one). The row is the first of the tensor core's 8 columns;
+//! the others are not used. Two warps share a split-K partial. Each asks for one of the partial's two slices of the
+//! input, and multiplies both by its own N-tiles:
+//!
+//! ```text
+//! slice of a chunk        0     1     2     3     4     5     6     7
+//! asked for by warp       0     1     2     3     4     5     6     7      a lane has one word, of two elements
+//! in split-K partial      0     1     2     3     0     1     2     3
+//! multiplied by warps     0, 4  1, 5  2, 6  3, 7  0, 4  1, 5  2, 6  3, 7   0 to 3: N-tiles 0, 2, 4, 6 of the part
+//!                                                                          4 to 7: N-tiles 1, 3, 5, 7
+//! ```
+//!
+//! Scratch memory has `[n_tile][k_partial][feature]`, the split-K partials of a wave. Behind them it has
+//! `[warp][turn][element]`, each warp's slice of the input of up to [`ASKED`] turns.
+//!
+//! # Order of events
+//! In each wave of which the CTA has N-tiles:
+//!
+//! 1. All wait until the last outputs of the wave before are written: [`begin_part`](Consumer::begin_part).
+//! 2. A warp asks for its words of the first turns, and for what its outputs are added to. In a matrix's first wave,
+//!    and if the input has a norm, the consumers tell the warp of [`factors`] that the norm's factor is wanted.
+//! 3. If all weights of the warp fit into its registers ([`HELD`]), it loads them now, while the words come. If not, it
+//!    loads them turn by turn.
+//! 4. The warp waits for its words, puts them into shared memory, and synchronises with its split-K partial's other
+//!    warp. If there are more turns, it asks for their words. Then it multiplies the turns that are there. This repeats
+//!    until the last turn.
+//! 5. Each lane with the row's column (`lane % 4` is 0) stores its sums. All synchronise, with the warp of [`factors`]
+//!    if they have asked for the factor.
+//! 6. Each thread adds the four split-K partials of one output, and [puts it out](Consumer::put_sums_of_one).
+//!
+//! A CTA without an N-tile in the wave [waits for one word of the input](Consumer::pass_by) instead.
+//!
 //! # Safety
 //! `p` is the parameter block of a step of one row. All lanes of the eight consumer warps call what is unsafe here, in
 //! the same order, since they synchronise; [`factors`] is for one other warp of the CTA, which synchronises with them
@@ -41,14 +74,15 @@ pub(super) fn factor_place(matrix: Matrix) -> usize {
 /// Chunks whose weights a warp can hold in registers. If it has at most this many in a part, it loads all at once.
 const HELD: usize = 4;
 
-/// The consumers synchronise with the warp that finds the factor of a norm.
+/// The consumers synchronise with the warp that finds the factor of a norm, at
+/// [barrier](crate::decode#named-barriers) 2.
 #[device]
 pub(super) fn sync_with_factor() {
     thread::sync_named(2, (WARPS + 1) * 32);
 }
 
 impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
-    /// The two warps of a split-K partial synchronise.
+    /// The two warps of a split-K partial synchronise, at one of [barriers](crate::decode#named-barriers) 4 to 7.
     #[device]
     fn sync(&self) {
         thread::sync_named(4 + self.k_split(), WARPS / K_PARTIALS * 32);

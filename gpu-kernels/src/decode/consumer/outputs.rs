@@ -1,5 +1,30 @@
 //! The epilogues of the decode kernel's GEMMs.
 //!
+//! An epilogue begins when a part's split-K partials are in scratch memory. (The GEMMs of e4m3 leave one sum for each
+//! output.) A lane adds those of one output, multiplies the sum by the format's
+//! [scale](crate::weights::FragmentFormat::scale), and calls [`put`](Consumer::put). `f` is the row's norm factor, 1 if
+//! the input has no norm; `w` is the weight of the norm that comes next:
+//!
+//! | matrix | result | one row: as words of this kind | several rows: memory |
+//! |---|---|---|---|
+//! | QKV | `sum · f + bias`, f32 | [`Heads`](WordKind::Heads) | [`qkv`](crate::workspace::Workspace::qkv) |
+//! | output, down | `x += sum`, f32 | [`Residual`](WordKind::Residual) | [`x`](crate::norm::Residual::x) |
+//! | | `x · w`, bf16 | [`Scaled`](WordKind::Scaled) | [`scaled`](crate::norm::Residual::scaled) |
+//! | | `Σ x²` of an N-tile | [`Squares`](WordKind::Squares) | [`squares`](crate::norm::Residual::squares) |
+//! | gate-up | `swiglu(gate · f, up · f)`, bf16 | [`Activation`](WordKind::Activation) | [`activation`] |
+//! | head | `sum · f`, f32 | none: as with several rows | [`logits`](super::super::DecodeStep::logits) |
+//! | | largest [`rank`] of an N-tile | none: as with several rows | shared memory, [`BEST`] |
+//!
+//! Down also keeps `x` in [taps](crate::eagle::Taps), and for a drafting head's next pass, where they are wanted. What
+//! a GEMM of several rows reads (`scaled`, `activation`) is in the layout of [`activations`](crate::activations).
+//!
+//! The outputs of a part count from 0 on, features fastest, then rows, then N-tiles. Thread `i` of the consumers has
+//! outputs `i`, `i + 256` and so on. An N-tile has 16 outputs a row, of gate-up 8: feature `e` is the gate of the
+//! N-tile's row `e` of weights, and its up is row `e + 8`. So the 16 lanes of half a warp hold an N-tile of the
+//! residual, and add its squares by shuffles.
+//!
+//! [`activation`]: crate::workspace::Workspace::activation
+//!
 //! # Safety
 //! `p` is a launch's parameter block. All lanes of a consumer warp call what is unsafe here, neighbouring lanes with
 //! neighbouring outputs of the same part, since the lanes of an N-tile exchange values. Each output is one lane's in

@@ -51,7 +51,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         ready: &mut Ready<F>,
     ) {
         // A warp waits for stages up to five after the last one that it has seen to be full. This bound keeps it from
-        // mistaking one fill of a stage for the next: see `Duty::load`.
+        // mistaking one fill of a stage for the next: the producer's module documentation has the argument.
         const {
             let most = F::UNDER_WAY * F::UNDER_WAY_OF_ONE[1];
             assert!(!F::BY_PAIRS || most + 5 <= STAGES * CHUNK_BYTES / F::STAGE_BYTES);

@@ -1,5 +1,33 @@
 //! Products of a step of several rows, whose input is in memory.
 //!
+//! [`gemm`](Consumer::gemm) runs a matrix's GEMM and its epilogue. [`Consumer::run`] calls it for each matrix in turn,
+//! by way of [`of_some`](super::Products::of_some). Weights are A (16 features), and rows of activations are B (8 rows
+//! a tile, `TILES` tiles). What a warp multiplies is its [`Duty`]:
+//!
+//! ```text
+//! slice of a chunk     0  1  2  3  4  5  6  7
+//! split-K partial      0  1  2  3  0  1  2  3
+//!
+//!                 one tile of rows, or costly fragments      otherwise, and always with a short ring
+//! warp w < 4      partial w, N-tiles 0, 2, 4, 6, all rows    partial w, all N-tiles, rows 0 to 7
+//! warp w + 4      partial w, N-tiles 1, 3, 5, 7, all rows    partial w, all N-tiles, rows 8 to 15
+//! ```
+//!
+//! A warp loads its activations from memory into registers, in the [layout](crate::activations) made for that, one turn
+//! ahead. Scratch memory has the sums of a wave, `[n_tile][k_partial][row][feature]`, of `8 TILES` rows and 16
+//! features. In a split-K partial's `[row][feature]` a sum lies at its [`slot`].
+//!
+//! # Order of events
+//! 1. If fragments are costly, a warp makes those of its first N-tile. (With a short ring it does not.)
+//! 2. The CTA waits at the grid barrier for the input.
+//! 3. The warp loads its activations of turn 0. In a matrix's first wave, and if the input has a norm, warp `w` also
+//!    loads the squares of rows `w` and `w + 8`.
+//! 4. In each turn the warp loads its activations of the next turn, loads its weights, multiplies, and releases the
+//!    stages. After turn 0 or in turn 1 it stores its rows' norm factors.
+//! 5. The warp stores its sums; all synchronise. A thread has every 256th output of the part. It adds the four split-K
+//!    partials, from first to last, and [puts out](Consumer::put) the result. All synchronise.
+//! 6. The next wave begins with step 1, without the grid barrier.
+//!
 //! # Safety
 //! `p` is a launch's parameter block, of a step of 1 to `TILES` times 8 rows. All lanes of the eight consumer warps
 //! call what is unsafe here, in the same order, since they synchronise. The CTA has arrived with its part of the
