@@ -15,7 +15,7 @@ use model::Sampling;
 
 /// Runs Qwen3, Qwen2 and Llama models, on a GPU if there is one.
 #[derive(Debug, Parser)]
-#[command(name = "warpdraft", version, after_help = EXAMPLES, propagate_version = true)]
+#[command(name = "warpdraft", version, after_help = EXAMPLES, propagate_version = true, args_override_self = true)]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]
@@ -104,7 +104,7 @@ pub struct GenerateArgs {
     /// Text to continue; `-` or none reads standard input
     #[arg(value_name = "PROMPT", conflicts_with = "file")]
     pub prompt: Option<String>,
-    /// Read the prompt from a file (one newline at its end is left out)
+    /// Read the prompt from a file, or with `-` from standard input (one newline at its end is left out)
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     pub file: Option<PathBuf>,
     /// Put the prompt into the model's chat template, as what the user says
@@ -258,7 +258,7 @@ impl WeightsKind {
 pub struct DeviceArgs {
     /// auto (the first CUDA card, else the CPU), cpu, cuda, cuda:N, or emulator (the GPU's kernels on the CPU; slow)
     /// [default: what the variable WARPDRAFT_DEVICE says, else auto]
-    #[arg(long, value_name = "DEVICE")]
+    #[arg(long, value_name = "DEVICE", value_hint = ValueHint::Other)]
     pub device: Option<DeviceChoice>,
     /// Most tokens of prompt and answer together [default: 8192, or the model's most if that is less; in a batch on a
     /// card the model's most, as far as there is memory]
@@ -331,7 +331,7 @@ pub struct AnswerArgs {
     #[arg(long, value_name = "X", default_value = "0", value_parser = frequency_penalty, allow_negative_numbers = true)]
     pub frequency_penalty: f32,
     /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary; batch: 0]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = seed, allow_negative_numbers = true)]
     pub seed: Option<u64>,
     /// End the answer before this text (may be given several times)
     #[arg(long, value_name = "TEXT", action = ArgAction::Append, allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
@@ -348,7 +348,7 @@ pub struct DraftArgs {
     /// Who proposes tokens ahead of the model: none, auto (what followed the same few tokens earlier in the text),
     /// ngram (the same), model:MODEL (a small model of the same family, where nothing like the text came earlier),
     /// model-only:MODEL, eagle3:HEAD (an EAGLE-3 head that was made for the model, likewise), or eagle3-only:HEAD
-    #[arg(long, value_name = "HOW", default_value = "auto")]
+    #[arg(long, value_name = "HOW", default_value = "auto", value_hint = ValueHint::Other)]
     pub draft: DraftKind,
     /// Most drafts of a step, 1 to 15 [default: 7; 15 of a model or a head]
     #[arg(long, value_name = "N",
@@ -435,11 +435,19 @@ pub struct ReportArgs {
 
 /// Parses a number of tokens that leaves room for a token of the prompt and one of the answer.
 fn context(text: &str) -> Result<usize, String> {
+    whole(text, 2)
+}
+
+/// Parses a whole number that is at least `least`.
+fn whole(text: &str, least: usize) -> Result<usize, String> {
     match text.parse() {
-        Ok(n) if n >= 2 => Ok(n),
-        Ok(_) => Err("it must be 2 or more".into()),
-        Err(_) => Err("it must be a whole number".into()),
+        Ok(n) if n >= least => Ok(n),
+        _ => Err(format!("it must be a whole number, {least} or more")),
     }
+}
+
+fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("it must be a whole number from 0 to {}", u64::MAX))
 }
 
 /// Parses a number of bytes, such as `4GiB` or `4096`.
@@ -460,11 +468,7 @@ fn shared_memory(text: &str) -> Result<u32, String> {
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) => Err("it must be 1 or more".into()),
-        Ok(n) => Ok(n),
-        Err(_) => Err("it must be a whole number".into()),
-    }
+    whole(text, 1)
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

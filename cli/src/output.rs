@@ -242,12 +242,15 @@ impl Answer<'_> {
         };
         note("");
         note(&format!("{} on {}{seed}", self.model, self.device));
-        note(&format!(
-            "prompt  {} tokens{cached}, {:.1} tokens/s, first token after {:.3} s",
-            statistics.prompt_tokens,
-            statistics.prompt_rate(),
-            statistics.first_token.as_secs_f64()
-        ));
+        let read = match statistics.tokens {
+            0 => "no token followed".to_owned(),
+            _ => format!(
+                "{:.1} tokens/s, first token after {:.3} s",
+                statistics.prompt_rate(),
+                statistics.first_token.as_secs_f64()
+            ),
+        };
+        note(&format!("prompt  {} tokens{cached}, {read}", statistics.prompt_tokens));
         note(&format!("answer  {} tokens, {:.1} tokens/s; {ended}", statistics.tokens, statistics.decode_rate()));
         note(&format!(
             "drafts  {} tried, {} accepted; mean accepted length {:.2} tokens a step",
@@ -320,8 +323,8 @@ struct JsonAnswer {
 struct JsonStatistics {
     prompt_tokens: usize,
     cached_tokens: usize,
-    prompt_tokens_per_second: f64,
-    first_token_seconds: f64,
+    prompt_tokens_per_second: Option<f64>,
+    first_token_seconds: Option<f64>,
     generated_tokens: usize,
     decode_seconds: f64,
     decode_tokens_per_second: f64,
@@ -369,8 +372,8 @@ impl From<&Statistics> for JsonStatistics {
         Self {
             prompt_tokens: s.prompt_tokens,
             cached_tokens: s.cached_tokens,
-            prompt_tokens_per_second: s.prompt_rate(),
-            first_token_seconds: s.first_token.as_secs_f64(),
+            prompt_tokens_per_second: (s.tokens > 0).then(|| s.prompt_rate()),
+            first_token_seconds: (s.tokens > 0).then_some(s.first_token.as_secs_f64()),
             generated_tokens: s.tokens,
             decode_seconds: s.decode.as_secs_f64(),
             decode_tokens_per_second: s.decode_rate(),

@@ -336,7 +336,7 @@ fn report(args: &ReportArgs) -> Report {
 
 fn prompt(argument: Option<String>, file: Option<&Path>) -> anyhow::Result<String> {
     match (argument, file) {
-        (_, Some(path)) => {
+        (_, Some(path)) if path.as_os_str() != "-" => {
             let name = path.display().to_string();
             let bytes = std::fs::read(path).with_context(|| format!("cannot read the prompt from {name}"))?;
             text(bytes, &name)

@@ -98,10 +98,10 @@ pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The system's own error, without the name of a temporary file, which means nothing to a person.
+/// The error without the name of a temporary file, which means nothing to a person.
 pub fn without_path(error: Error) -> Error {
-    match error.get_ref().and_then(|inner| inner.source()).and_then(|source| source.downcast_ref::<Error>()) {
-        Some(system) => system.raw_os_error().map_or_else(|| system.kind().into(), Error::from_raw_os_error),
+    match error.to_string().split_once(" at path ") {
+        Some((text, _)) => Error::new(error.kind(), text.to_owned()),
         None => error,
     }
 }

@@ -17,6 +17,14 @@ pub enum Error {
         /// What the user wrote.
         given: String,
     },
+    /// `--model` names a file.
+    #[error(
+        "there is no model at `{given}`, which is a file: give the directory that holds config.json and .safetensors files; GGUF files are not read"
+    )]
+    ModelIsFile {
+        /// What the user wrote.
+        given: String,
+    },
     /// A file that every checkpoint has is not there.
     #[error("{} is missing: {mend}", path.display())]
     MissingFile {

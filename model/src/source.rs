@@ -62,8 +62,14 @@ impl FromStr for Source {
         if named && revision_ok {
             return Ok(Source::Hub { id: id.to_owned(), revision: revision.to_owned() });
         }
-        Err(Error::NoSuchModel { given: given.to_owned() })
+        Err(no_model(given))
     }
+}
+
+/// Says that there is no model at what the user wrote.
+fn no_model(given: &str) -> Error {
+    let given = given.to_owned();
+    if Path::new(&given).is_file() { Error::ModelIsFile { given } } else { Error::NoSuchModel { given } }
 }
 
 impl fmt::Display for Source {
@@ -112,7 +118,7 @@ impl Source {
         match self {
             Source::Demo => Checkpoint::demo_with(OpenOptions { weights: open.weights, ..OpenOptions::default() }),
             Source::Dir(dir) if dir.is_dir() => Checkpoint::open_with(dir, open),
-            Source::Dir(dir) => Err(Error::NoSuchModel { given: dir.display().to_string() }),
+            Source::Dir(dir) => Err(no_model(&dir.display().to_string())),
             Source::Hub { id, revision } => {
                 let dir = match hub.cached(id, revision, &OF_MODEL)? {
                     Some(dir) => dir,
@@ -135,7 +141,7 @@ impl Source {
         match self {
             Source::Demo => Err(Error::NotAHead { path: "demo/config.json".into(), found: "model".into() }),
             Source::Dir(dir) if dir.is_dir() => EagleHead::open(dir),
-            Source::Dir(dir) => Err(Error::NoSuchModel { given: dir.display().to_string() }),
+            Source::Dir(dir) => Err(no_model(&dir.display().to_string())),
             Source::Hub { id, revision } => match hub.cached(id, revision, &OF_HEAD)? {
                 Some(dir) => EagleHead::open(&dir),
                 None => EagleHead::open(&hub.download(id, revision, progress)?),

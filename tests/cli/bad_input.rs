@@ -57,7 +57,8 @@ fn unknown_model() {
 #[test]
 fn model_that_is_a_file() {
     let file = golden("tied_bf16").join("config.json");
-    refused(warpdraft(&["generate", "abc", "--model"]).arg(file).assert(), 1, &["no model at", "config.json"]);
+    let parts = ["no model at", "which is a file", "config.json", "GGUF"];
+    refused(warpdraft(&["generate", "abc", "--model"]).arg(file).assert(), 1, &parts);
 }
 
 #[test]
@@ -465,7 +466,8 @@ fn flags_out_of_range() {
     usage_refused(&["--frequency-penalty", "inf"], &["--frequency-penalty", "finite"]);
     usage_refused(&["--max-tokens", "0"], &["--max-tokens", "1 or more"]);
     usage_refused(&["--context", "1"], &["--context", "2 or more"]);
-    usage_refused(&["--seed", "-1"], &["--seed"]);
+    usage_refused(&["--max-tokens", "-1"], &["--max-tokens", "1 or more"]);
+    usage_refused(&["--seed", "-1"], &["--seed", "from 0 to 18446744073709551615"]);
     usage_refused(&["--stop", ""], &["--stop"]);
 }
 

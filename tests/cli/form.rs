@@ -37,6 +37,8 @@ fn generate_and_chat_answer_in_the_form() {
         let text = run(&[&["--json-schema", path], more].concat());
         assert!(is_of_schema(&text), "{text}");
     }
+    let text = run(&["--json-schema", &schema().to_string()]);
+    assert!(is_of_schema(&text), "{text}");
     let date = run(&["--regex", "[0-9]{4}-(0[1-9]|1[0-2])"]);
     assert!(date.len() == 7 && date.as_bytes()[4] == b'-', "{date}");
     assert!(["yes", "no"].contains(&run(&["--choice", "yes,no"]).as_str()));

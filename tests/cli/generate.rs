@@ -18,6 +18,19 @@ fn greedy_text_is_the_same_every_time_and_alone_on_standard_output() {
 }
 
 #[test]
+fn the_last_of_a_flags_values_counts() {
+    let json = json_of(warpdraft(GREEDY).args(["--max-tokens", "3", "--max-tokens", "5", "--json", PROMPT]));
+    assert_eq!(json["statistics"]["generated_tokens"], 5);
+}
+
+#[test]
+fn a_dash_is_standard_input_also_as_a_file() {
+    let text = stdout_of(warpdraft(GREEDY).arg(PROMPT));
+    let read = |args: &[&str]| stdout_of(warpdraft(GREEDY).args(args).write_stdin(format!("{PROMPT}\n")));
+    assert_eq!([read(&["--file", "-"]), read(&["-"]), read(&[])], [(); 3].map(|()| text.clone()));
+}
+
+#[test]
 fn drafting_does_not_change_the_text() {
     let text = |draft: &[&str]| stdout_of(warpdraft(GREEDY).args(draft).arg(PROMPT));
     let plain = text(&["--draft", "none"]);

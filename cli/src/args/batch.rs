@@ -13,7 +13,7 @@ pub const EXAMPLES: &str = "\
 Examples:
   warpdraft batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
   warpdraft batch requests.jsonl.zst -o results.jsonl.zst --ordered --json > metrics.json
-  zcat requests.jsonl.gz | warpdraft batch - -o - --quiet | jq .response.body.choices[0]
+  zcat requests.jsonl.gz | warpdraft batch - -o - --quiet | jq '.response.body.choices[0]'
   warpdraft batch requests.jsonl -o results.jsonl --devices all
   warpdraft batch requests.jsonl -o part-2.jsonl --shard 2/8         the third of eight shares
   warpdraft batch merge part-*.jsonl -o results.jsonl

@@ -9,7 +9,7 @@ use clap::ValueHint;
 #[command(next_help_heading = "Form of the answer (with thinking, of what comes behind the thought)")]
 #[group(multiple = false, conflicts_with = "ignore_eos")]
 pub struct FormArgs {
-    /// Answer with JSON that follows the JSON Schema in this file
+    /// Answer with JSON that follows the JSON Schema in this file; the schema itself, if it begins with `{`
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub json_schema: Option<PathBuf>,
     /// Answer with a text that this regular expression matches as a whole

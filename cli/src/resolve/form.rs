@@ -15,9 +15,11 @@ use crate::args::form::FormArgs;
 pub fn shape(args: FormArgs) -> anyhow::Result<Option<Shape>> {
     let FormArgs { json_schema, regex, choice, grammar } = args;
     if let Some(path) = json_schema {
-        let schema = read(&path, "JSON Schema")?;
-        let schema = serde_json::from_str(&schema)
-            .with_context(|| format!("the JSON Schema in {} is no JSON", path.display()))?;
+        let (text, place) = match path.to_str().filter(|text| text.trim_start().starts_with('{')) {
+            Some(text) => (text.to_owned(), "--json-schema".to_owned()),
+            None => (read(&path, "JSON Schema")?, path.display().to_string()),
+        };
+        let schema = serde_json::from_str(&text).with_context(|| format!("the JSON Schema in {place} is no JSON"))?;
         return Ok(Some(Shape::JsonSchema(schema)));
     }
     if let Some(path) = grammar {

@@ -30,7 +30,7 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::commands::batch::ahead::{Ahead, Held};
-use crate::commands::batch::input::{LONGEST, Lines, is_file};
+use crate::commands::batch::input::{LONGEST, Lines, is_file, is_standard};
 use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
 use crate::commands::batch::pipeline::{Event, Pipeline};
@@ -91,6 +91,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
 
     let reader = Reader::new(&checkpoint, defaults, context);
     let held = ordered.then(Arc::<Held>::default);
+    let goes_on = !is_standard(&to);
     let ahead = Ahead { lines, requests, reader, done, output: to, shard, seen: HashMap::new(), held: held.clone() };
     let writer = Writer { model: source.to_string(), fingerprint, tokenizer: checkpoint.tokenizer.clone() };
     let pipeline = Pipeline::start(ahead, batches, writer);
@@ -100,6 +101,9 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     let summary = bar.end(&pipeline.metrics(), &tally, first_error, source.to_string(), devices, &ended);
     if report.is_told() {
         summary.summarise(report);
+        if goes_on && matches!(ended, Ok(Ending::Interrupted)) {
+            printing::note("the same command goes on with the requests that are left");
+        }
     }
     if report.json {
         printing::print_json(&summary, false)?;
