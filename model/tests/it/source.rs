@@ -39,7 +39,7 @@ fn names_are_told_apart() {
 fn a_file_is_no_model_directory() {
     let dir = Fixture::new("F32", true).write();
     let source: Source = dir.file("config.json").to_str().unwrap().parse().unwrap();
-    assert!(matches!(source.resolve(&mut |_| {}), Err(Error::NoSuchModel { .. })));
+    assert!(matches!(source.resolve(&mut |_| {}), Err(Error::ModelIsFile { .. })));
 }
 
 /// The cache's layout: a branch names a commit, and a commit's snapshot holds the files.
