@@ -334,9 +334,14 @@ fn report(args: &ReportArgs) -> Report {
     Report { detail, json: args.json }
 }
 
+/// Whether `path` stands for standard input or output, even if the working folder has a file of that name.
+pub fn is_standard(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
 fn prompt(argument: Option<String>, file: Option<&Path>) -> anyhow::Result<String> {
     match (argument, file) {
-        (_, Some(path)) if path.as_os_str() != "-" => {
+        (_, Some(path)) if !is_standard(path) => {
             let name = path.display().to_string();
             let bytes = std::fs::read(path).with_context(|| format!("cannot read the prompt from {name}"))?;
             text(bytes, &name)

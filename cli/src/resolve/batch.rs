@@ -7,7 +7,9 @@ use host::batch::BatchOptions;
 use host::{DeviceChoice, LoadOptions};
 use model::{GenerationConfig, Source, WeightsMode};
 
-use super::{Answer, Detail, GENERATE_TOKENS, Report, answer, chosen_device, load, report, source, usage, weights};
+use super::{
+    Answer, Detail, GENERATE_TOKENS, Report, answer, chosen_device, is_standard, load, report, source, usage, weights,
+};
 use crate::args::RunArgs;
 use crate::args::batch::{BatchArgs, BatchCommand, Devices, MergeArgs, Shard};
 
@@ -103,7 +105,7 @@ pub fn batch(args: BatchArgs) -> anyhow::Result<Batch> {
         return Err(usage("requests and --output are needed"));
     };
     let RunArgs { model, device, answer: how, draft, report: what } = args.run;
-    if what.json && output.as_os_str() == "-" {
+    if what.json && is_standard(&output) {
         return Err(usage("--json prints on standard output, and so does --output -; send the results to a file"));
     }
     let devices = match args.devices {

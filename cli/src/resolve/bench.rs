@@ -15,6 +15,7 @@ use crate::args::bench::{
     AttentionArgs, BenchArgs, BenchCommand, CeilingsArgs, DecodeArgs, HitName, LinearArgs, NgramArgs, OrderName,
     TokenCopyArgs,
 };
+use crate::unfinished::folder_of;
 
 /// What `bench` does.
 #[derive(Debug)]
@@ -76,11 +77,8 @@ pub fn bench(args: BenchArgs) -> anyhow::Result<Bench> {
             "benchmarks measure the GPU's kernels, and --device cpu runs none; use --device cuda, or emulator to check them"
         );
     }
-    if let Some(plot) = &run.plot {
-        let folder = plot.parent().filter(|folder| !folder.as_os_str().is_empty());
-        if folder.is_some_and(|folder| !folder.is_dir()) || plot.is_dir() {
-            bail!("--plot {}: not a place for a file; name a file in a folder that exists", plot.display());
-        }
+    if let Some(plot) = run.plot.as_ref().filter(|plot| !folder_of(plot).is_dir() || plot.is_dir()) {
+        bail!("--plot {}: not a place for a file; name a file in a folder that exists", plot.display());
     }
     let small = device == DeviceChoice::Emulator;
     let all = matches!(args.what, BenchCommand::All);

@@ -241,10 +241,13 @@ impl Scheduler {
         let prompt_rows_left = if prompt_rows > 0 { prompt_rows } else { rows };
         let mut step = Step { rows_left: rows, prompt_rows_left, ..Step::default() };
         let after = self.better_after();
-        if !after {
+        let missed = if after {
+            // Two passes are enough for one.
+            None
+        } else {
             self.decode(&mut plan, &mut step);
-        }
-        let missed = self.better_together();
+            self.better_together()
+        };
         self.missed = missed.map_or(0, |missed| self.missed + missed);
         if missed.is_none() {
             self.prefill(&mut step);

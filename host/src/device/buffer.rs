@@ -1,4 +1,4 @@
-//! Memory that kernels use: device memory, and host memory that the device writes.
+//! Device memory.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -52,23 +52,6 @@ impl Device {
         let mut buffer = self.zeroed(data.len())?;
         buffer.write(0, data)?;
         Ok(buffer)
-    }
-
-    /// Allocates pinned host memory of `words` 32-bit words, zeroed, that the device can write while the host reads it.
-    ///
-    /// # Errors
-    /// Not enough pinnable memory.
-    pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
-        drop(self.refuse_while_recording("an allocation")?);
-        let bytes = bytes_of::<u32>(words);
-        let (host, device) = match &*self.0 {
-            DeviceKind::Cuda(cuda) => cuda.allocate_mapped(bytes)?,
-            DeviceKind::Emulator(emulator) => {
-                let address = emulator.allocate(bytes);
-                (address as *mut u32, address)
-            }
-        };
-        Ok(Mapped { owner: self.clone(), host, device, words })
     }
 }
 
@@ -217,62 +200,6 @@ impl<T> Drop for Buffer<T> {
             // SAFETY: from `allocate`, and nobody has it any more.
             DeviceKind::Cuda(cuda) => unsafe { cuda.free(Freed::Device(self.address)) },
             DeviceKind::Emulator(emulator) => emulator.free(self.address),
-        }
-    }
-}
-
-/// Host memory, in 32-bit words, that the device writes and the host reads, without a copy.
-pub struct Mapped {
-    owner: Device,
-    host: *mut u32,
-    device: u64,
-    words: usize,
-}
-
-// SAFETY: the memory is plain words, read with atomic loads alone; the pointer is owned.
-unsafe impl Send for Mapped {}
-
-impl Mapped {
-    /// The address by which the device writes it.
-    pub fn ptr_mut(&self) -> GlobalMut<u32> {
-        // SAFETY: where it starts.
-        unsafe { GlobalMut::from_raw(self.device) }
-    }
-
-    /// The present value of word `i`. What the device wrote before a system-scope release of this word is visible
-    /// afterwards.
-    ///
-    /// # Panics
-    /// If there is no such word: a bug of the caller.
-    pub fn load(&self, i: usize) -> u32 {
-        assert!(i < self.words);
-        if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
-            return emulator.load(self.device + 4 * i as u64);
-        }
-        // SAFETY: in bounds, aligned, alive as long as self; the device's writes to it are atomic words.
-        let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
-        word.load(std::sync::atomic::Ordering::Acquire)
-    }
-
-    /// Zeroes all words, one by one. Not ordered with enqueued work that writes to them.
-    pub fn clear(&mut self) {
-        if let DeviceKind::Emulator(emulator) = &*self.owner.0 {
-            return emulator.write(self.device, &vec![0; self.words * 4]);
-        }
-        for i in 0..self.words {
-            // SAFETY: as for `load`.
-            let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(self.host.add(i)) };
-            word.store(0, std::sync::atomic::Ordering::Release);
-        }
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        match &*self.owner.0 {
-            // SAFETY: from `allocate_mapped`, and nobody has it any more.
-            DeviceKind::Cuda(cuda) => unsafe { cuda.free(Freed::pinned(self.host)) },
-            DeviceKind::Emulator(emulator) => emulator.free(self.device),
         }
     }
 }

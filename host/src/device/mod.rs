@@ -23,14 +23,14 @@ use std::sync::Arc;
 use cuda_std::Kernel;
 use cuda_std::emulator::MissingWait;
 
-pub use buffer::{Buffer, Mapped};
+pub use buffer::Buffer;
 pub use calls::Calls;
 pub use capabilities::Capabilities;
 pub use cuda::{CardInfo, STACK_BYTES, cards};
 pub use images::{IMAGES, Image, MAIN};
 pub use level::Level;
 pub use options::{DeviceOptions, KernelFile};
-pub use pinned::{Pinned, PinnedSlice, PinnedSliceMut};
+pub use pinned::{Mapped, Pinned, PinnedSlice, PinnedSliceMut};
 pub use tensor::TensorMaps;
 pub use timing::{Graph, Marker, Timer};
 pub use upload::{Fill, Filling, Group, Region};

@@ -1,7 +1,9 @@
-//! Pinned host memory: the host uses it as a slice, and the device reads and writes it over the bus.
+//! Pinned host memory: the device reads and writes it over the bus. The host uses it as a slice, or word by word while
+//! the device writes.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytemuck::Pod;
 use cuda_std::emulator::Lock;
@@ -16,7 +18,7 @@ use crate::Error;
 ///
 /// When the host asks for the contents, work that has the address may still run. So [`Pinned::as_slice`] and
 /// [`Pinned::as_mut_slice`] first wait for every queue of the card. They are for filling and for checking, not for the
-/// inner loop; [`super::Mapped`] is for that.
+/// inner loop; [`Mapped`] is for that.
 pub struct Pinned<T> {
     device: Device,
     host: *mut u32,
@@ -46,6 +48,14 @@ impl Device {
             }
         };
         Ok(Pinned { device: self.clone(), host, address, len, element: PhantomData })
+    }
+
+    /// Allocates pinned host memory of `words` 32-bit words, zeroed, that the device can write while the host reads it.
+    ///
+    /// # Errors
+    /// As [`pinned`](Self::pinned).
+    pub fn mapped(&self, words: usize) -> Result<Mapped, Error> {
+        Ok(Mapped(self.pinned(words)?))
     }
 
     /// Waits until every queue of this device is done.
@@ -181,6 +191,47 @@ impl<T> Drop for Pinned<T> {
             // SAFETY: from `allocate_mapped`, and nobody has it any more.
             DeviceKind::Cuda(cuda) => unsafe { cuda.free(Freed::pinned(self.host)) },
             DeviceKind::Emulator(emulator) => emulator.free(self.address),
+        }
+    }
+}
+
+/// Host memory, in 32-bit words, that the device writes and the host reads, without a copy and without waiting: word by
+/// word, with atomic loads.
+pub struct Mapped(Pinned<u32>);
+
+impl Mapped {
+    /// The address by which the device writes it.
+    pub fn ptr_mut(&self) -> GlobalMut<u32> {
+        self.0.ptr_mut()
+    }
+
+    /// The present value of word `i`. What the device wrote before a system-scope release of this word is visible
+    /// afterwards.
+    ///
+    /// # Panics
+    /// If there is no such word: a bug of the caller.
+    pub fn load(&self, i: usize) -> u32 {
+        let Pinned { device, host, address, len, .. } = &self.0;
+        assert!(i < *len);
+        if let DeviceKind::Emulator(emulator) = &*device.0 {
+            return emulator.load(address + 4 * i as u64);
+        }
+        // SAFETY: in bounds, aligned, alive as long as self; the device's writes to it are atomic words, and the host
+        // has it by these alone.
+        let word = unsafe { AtomicU32::from_ptr(host.add(i)) };
+        word.load(Ordering::Acquire)
+    }
+
+    /// Zeroes all words, one by one. Not ordered with enqueued work that writes to them.
+    pub fn clear(&mut self) {
+        let Pinned { device, host, address, len, .. } = &self.0;
+        if let DeviceKind::Emulator(emulator) = &*device.0 {
+            return emulator.write(*address, &vec![0; len * 4]);
+        }
+        for i in 0..*len {
+            // SAFETY: as for `load`.
+            let word = unsafe { AtomicU32::from_ptr(host.add(i)) };
+            word.store(0, Ordering::Release);
         }
     }
 }

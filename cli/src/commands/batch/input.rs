@@ -8,6 +8,8 @@ use anyhow::Context;
 use flate2::bufread::MultiGzDecoder;
 use host::batch::BatchOptions;
 
+use crate::resolve::is_standard;
+
 /// Most bytes of a request's line. A longer line is refused and skipped, so that memory stays bounded.
 pub const LONGEST: u64 = 64 << 20;
 const BUFFER: usize = 256 << 10;
@@ -31,11 +33,6 @@ pub struct Line {
     pub number: u64,
     /// The line's bytes; `None` if it is longer than lines may be.
     pub bytes: Option<Vec<u8>>,
-}
-
-/// Whether `path` stands for standard input or output, even if the working folder has a file of that name.
-pub fn is_standard(path: &Path) -> bool {
-    path.as_os_str() == "-"
 }
 
 /// Whether `path` is a file, which can be read more than once.

@@ -8,12 +8,13 @@ use anyhow::{Context, anyhow, bail};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::identity::Identity;
-use super::input::{LONGEST, Line, Lines, Packing, cannot_read, is_file, is_standard};
+use super::input::{LONGEST, Line, Lines, Packing, cannot_read, is_file};
 use super::output::{Packer, changed, warn_of_unsealed};
 use super::result::{Seal, Written};
 use crate::Ending;
 use crate::output::{note, print_bytes};
 use crate::resolve::batch::Merge;
+use crate::resolve::is_standard;
 use crate::unfinished::{Unfinished, folder_of, without_path};
 
 /// A result in the spill file.

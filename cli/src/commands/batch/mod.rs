@@ -30,7 +30,7 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::commands::batch::ahead::{Ahead, Held};
-use crate::commands::batch::input::{LONGEST, Lines, is_file, is_standard};
+use crate::commands::batch::input::{LONGEST, Lines, is_file};
 use crate::commands::batch::metrics::{Bar, Tally};
 use crate::commands::batch::output::Output;
 use crate::commands::batch::pipeline::{Event, Pipeline};
@@ -39,6 +39,7 @@ use crate::commands::batch::result::{Seal, Writer, Written};
 use crate::interrupt::Deferred;
 use crate::progress::Progress;
 use crate::resolve::batch::{Batch as Command, Defaults, Run};
+use crate::resolve::is_standard;
 use crate::{Ending, loading, output as printing};
 
 /// Runs the command.

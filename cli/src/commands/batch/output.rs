@@ -16,9 +16,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, bail};
 
 use super::identity::Identity;
-use super::input::{Packing, WHOSE, is_standard};
+use super::input::{Packing, WHOSE};
 use super::result::{Seal, Written};
 use crate::output::{ClosedPipe, note};
+use crate::resolve::is_standard;
 
 /// Packed lines are written once there are this many bytes of them…
 const FLUSH_BYTES: usize = 256 << 10;

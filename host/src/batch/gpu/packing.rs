@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::passes::RowPass;
 use crate::batch::PAGE_TOKENS;
-use crate::batch::plan::{Page, Plan, Slot, TableEntry};
+use crate::batch::plan::{Page, Plan, Slot, TableEntry, Work};
 use crate::forward;
 use crate::tuning::PackedFrom;
 
@@ -121,7 +121,7 @@ impl Packing {
             }
         }
         let generating = || plan.work.iter().filter(|work| !busy.contains(&work.slot));
-        match self.wants(plan, passes, &busy) {
+        match self.wants(generating(), passes) {
             Wants::Packed => {}
             Wants::Same => return orders,
             Wants::Plain => {
@@ -152,10 +152,8 @@ impl Packing {
         orders
     }
 
-    /// How the pages should be of the sequences that have work, without those that are `busy` in passes that need plain
-    /// ones.
-    fn wants(&self, plan: &Plan, passes: &[RowPass], busy: &HashSet<Slot>) -> Wants {
-        let generating = plan.work.iter().filter(|work| !busy.contains(&work.slot));
+    /// How the pages should be of the sequences that are `generating`.
+    fn wants<'a>(&self, generating: impl Iterator<Item = &'a Work>, passes: &[RowPass]) -> Wants {
         let (full, count) =
             generating.fold((0, 0), |(full, count), work| (full + work.start as usize / PAGE_TOKENS, count + 1));
         let rows = passes.iter().filter(|pass| reads_packed(pass)).map(RowPass::len).max().unwrap_or(0);
@@ -222,7 +220,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::batch::plan::{PageCopy, SwapIn, SwapOut, Work};
+    use crate::batch::plan::{PageCopy, SwapIn, SwapOut};
 
     const SLOTS: u32 = 5;
     const PAGES: u32 = 24;
