@@ -29,6 +29,7 @@
 //! asked for, the warp that asks can see them, and nobody writes them before it is done.
 
 mod by_dims;
+mod few_pairs;
 mod splits;
 mod warps;
 
@@ -38,6 +39,8 @@ use crate::kv::{Cache, HEAD_DIM, PageLayout, place};
 use crate::linear::place_of;
 use crate::step::Rows;
 pub(crate) use by_dims::{DimSums, TileWeights, add_eight};
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90"))]
+pub(crate) use few_pairs::{FewSums, add_few, by_pair, key_quads_from, quads_of, score_few, value_quads_from};
 pub use splits::combine;
 pub(crate) use splits::{combine_by_warp, combine_head};
 use warps::PAIR_STRIDE;

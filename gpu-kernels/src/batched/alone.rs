@@ -25,8 +25,8 @@ use super::attention::{Item, PACKED, are_there, find_forms, make_row_queries};
 use super::tile_scheduler::{Assignment, Pool, assign, count_all, load};
 use super::{BatchedStep, Phase};
 use crate::attention::{
-    Attend, Divisor, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, add_values_each, combine_by_warp, keys_from, score_keys,
-    values_from, weigh_some, weight,
+    Attend, Divisor, FewSums, SPLIT, SoftmaxWeights, Tile, WARP_KEYS, add_few, by_pair, combine_by_warp,
+    key_quads_from, quads_of, score_few, value_quads_from, weigh_some, weight,
 };
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS, PageLayout};
 use crate::packed::{Form, HALF_BYTES, Half};
@@ -404,7 +404,7 @@ impl Warp<'_> {
                     loaded[J] = self.queries().load16((pair * HEAD_DIM + 8 * t) as usize + 32 * J);
                 }
             });
-            let query = |i: usize, j: usize| if i == 0 { loaded[j] } else { [0; 4] };
+            let query = |i: usize| loaded[i];
             let mut found = [SoftmaxWeights::NOTHING; PIECES];
             let mut number = 0;
             while number < PIECES as u32 {
@@ -414,12 +414,15 @@ impl Warp<'_> {
                     stream.ring.wait_full();
                     let stage = stream.ring.offset();
                     let scores = if piece.form.is_packed() {
-                        score_keys(query, |i| Half::load_fragments(stage, 0, self.lane, i, piece.form.base(0)))
+                        score_few(query, |i| quads_of(Half::load_fragments(stage, 0, self.lane, i, piece.form.base(0))))
                     } else {
                         if piece.has_newest {
                             self.put_newest(of, 0, piece.block, &stream.ring);
                         }
-                        score_keys(query, keys_from(PageLayout::CACHE, stage, piece.last.min(WARP_KEYS - 1), self.lane))
+                        score_few(
+                            query,
+                            key_quads_from(PageLayout::CACHE, stage, piece.last.min(WARP_KEYS - 1), self.lane),
+                        )
                     };
                     self.next(stream);
                     weights = weigh_some::<1>(&self.a, &of.tile(number), |_| of.item.last, scores);
@@ -446,7 +449,7 @@ impl Warp<'_> {
     ) -> ([[f32; 2]; 16], f32) {
         // SAFETY: the caller's word.
         unsafe {
-            let (mut norm, mut sums) = (0f32, [[0f32; 2]; 16]);
+            let (mut norm, mut sums): (f32, FewSums) = (0.0, [[0.0; 4]; 8]);
             let mut number = 0;
             while number < PIECES as u32 {
                 let own = weights[0];
@@ -455,29 +458,28 @@ impl Warp<'_> {
                     let piece = of.piece(number);
                     let factor = weight(own.top[0], top);
                     norm = math::fma(own.norm[0], factor, norm);
-                    let add = |n: usize, o: [f32; 4]| {
-                        sums[n] = [math::fma(o[0], factor, sums[n][0]), math::fma(o[1], factor, sums[n][1])];
-                    };
+                    // The lane has sums of pairs 2 t and 2 t + 1, and the factor of pair g.
+                    let first = self.lane % 4 * 8;
+                    let factors = [warp::shuffle_idx(factor, first), warp::shuffle_idx(factor, first + 4)];
                     stream.ring.wait_full();
                     let stage = stream.ring.offset();
                     if piece.form.is_packed() {
                         let base = piece.form.base(1);
-                        add_values_each(&own, |i| Half::load_fragments(stage, 0, self.lane, i, base), add);
+                        let values = |i| quads_of(Half::load_fragments(stage, 0, self.lane, i, base));
+                        add_few(&own, values, factors, &mut sums);
                     } else {
                         if piece.has_newest {
                             self.put_newest(of, 1, piece.block, &stream.ring);
                         }
-                        add_values_each(
-                            &own,
-                            values_from(PageLayout::CACHE, stage, piece.last.min(WARP_KEYS - 1), self.lane),
-                            add,
-                        );
+                        let last = piece.last.min(WARP_KEYS - 1);
+                        let values = value_quads_from(PageLayout::CACHE, stage, last, self.lane);
+                        add_few(&own, values, factors, &mut sums);
                     }
                     self.next(stream);
                 }
                 number = thread::opaque(number) + 1;
             }
-            (sums, norm)
+            (by_pair(&sums), norm)
         }
     }
 
