@@ -158,7 +158,8 @@ impl Tuning {
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
-    pub const H200: Self = Self { name: "H200", packed_from: PackedFrom { pages: 512, mean: 48 }, ..Self::H100 };
+    pub const H200: Self =
+        Self { name: "H200", gemm_rows: 384, packed_from: PackedFrom { pages: 512, mean: 48 }, ..Self::H100 };
 
     /// Every other card. None was measured, so the numbers are cautious.
     pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };

@@ -51,14 +51,14 @@ struct Case {
 
 fn case() -> impl Strategy<Value = Case> {
     let tier = (0..14u32, 0..5u32, 0..12u32);
-    let starts = (0..40u32, 0..7u32, any::<bool>());
+    let starts = (0..40u32, 0..7u32, any::<bool>(), any::<bool>());
     let limits = ((1..7u32, 0..3u32), 0..12u32, 1..6usize, 2..40usize, 0..5u32, tier, starts);
     let request = (prop::collection::vec(0..2u32, 1..24), 1..30usize, 1..40usize, 0..20usize);
     let others = (any::<u64>(), 0..3u32, 0..5usize, prop_oneof![Just(0), 1..5usize], 0..3usize);
     (limits, prop::collection::vec(request, 1..14), others).prop_map(|(limits, requests, others)| {
         let ((sequences, ahead), rows, page_tokens, context, pages, tier, starts) = limits;
         let (host_pages, drafts, draft_rows) = tier;
-        let (prompt_rows, prompt_share, prompts_apart) = starts;
+        let (prompt_rows, prompt_share, prompts_apart, has_tiles) = starts;
         let (seed, cost, foreseen, stream, late) = others;
         let limits = Limits {
             context,
@@ -74,6 +74,7 @@ fn case() -> impl Strategy<Value = Case> {
             prompt_rows: if prompt_rows < 20 { prompt_rows } else { 0 },
             prompt_share,
             prompts_apart,
+            tiles: if has_tiles { &[1, 3, 4] } else { &[] },
         };
         let requests = requests.into_iter().map(|(mut prompt, most, early, step)| {
             prompt.truncate(context - 1);

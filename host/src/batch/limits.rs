@@ -32,6 +32,9 @@ pub struct Limits {
     /// Whether the device computes the positions of prompts differently from generated ones, with different bits.
     /// Sequences then share a page only if the same of its tokens are of the prompt in both.
     pub prompts_apart: bool,
+    /// Numbers of rows that fill the tiles of a step's GEMMs, in rising order. With somewhat more sequences than one of
+    /// these, a step may leave some out, if that is measured to be faster. None: all sequences always generate.
+    pub tiles: &'static [u32],
 }
 
 /// The costs of resuming a preempted sequence, in seconds, as measured.

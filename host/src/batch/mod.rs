@@ -9,6 +9,7 @@ mod cpu;
 mod draft;
 mod gpu;
 mod limits;
+mod pace;
 pub mod pages;
 pub mod plan;
 mod queue;

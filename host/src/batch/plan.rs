@@ -36,6 +36,14 @@ pub struct Plan {
     pub draft_threshold: u32,
 }
 
+impl Plan {
+    /// Whether the step does nothing but generate one token for each sequence that it has rows of.
+    pub fn only_generates(&self) -> bool {
+        let moves = self.swap_out.len() + self.copies.len() + self.swap_in.len() + self.started.len();
+        moves == 0 && self.work.iter().all(|work| work.rows == 1 && work.samples && work.most_drafts == 0)
+    }
+}
+
 /// Saves page `from` as page `to` of the host tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwapOut {

@@ -92,6 +92,7 @@ impl BatchOptions {
             prompt_rows: 0,
             prompt_share: 0,
             prompts_apart: false,
+            tiles: &[],
         }
     }
 }

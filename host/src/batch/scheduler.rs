@@ -2,7 +2,8 @@
 //!
 //! Sequences are served in the order in which they came:
 //!
-//! 1. Each running sequence with only its newest token to run gets one row. If it needs a page and there is none, the
+//! 1. Each running sequence with only its newest token to run gets one row, or as many of them as fill the tiles of the
+//!    step's GEMMs, in turns, if that is faster (`pace.rs`). If a sequence needs a page and there is none, the
 //!    running sequence that came last is preempted. The pages of that sequence go to the host tier, or are given up and
 //!    computed again later, whichever is cheaper by the backend's [`Costs`]. The preempted sequence keeps its place in
 //!    the order of arrival.
@@ -32,6 +33,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use super::limits::{Costs, Counts, Limits};
+use super::pace::Pace;
 use super::pages::{Content, NOTHING, Pages, Put};
 use super::plan::{HostPage, Page, Plan, SequenceId, Slot, SwapOut, TableEntry, Work};
 
@@ -105,6 +107,10 @@ pub struct Scheduler {
     drafting: bool,
     /// Whether more sequences may be added.
     expects_more: bool,
+    /// How many sequences generate in a step.
+    pace: Pace,
+    /// The last sequence that a step left out, although it was ready. The next step leaves out those after it.
+    left_out: SequenceId,
     /// Tokens that sequences have missed, since prompts last went on, by waiting for others.
     missed: usize,
     counts: Counts,
@@ -133,6 +139,8 @@ impl Scheduler {
             foreseen: None,
             drafting: true,
             expects_more: true,
+            pace: Pace::new(limits.tiles),
+            left_out: 0,
             missed: 0,
             counts: Counts::default(),
         };
@@ -272,16 +280,36 @@ impl Scheduler {
         plan
     }
 
-    /// Gives each sequence with only its newest token to run a row, and a page for it.
+    /// The sequences that generate in this step, in the order of arrival. If not all that are ready do, others are left
+    /// out than in the step before.
+    fn generating(&mut self) -> Vec<SequenceId> {
+        let ready = self.running.iter().filter(|(_, sequence)| sequence.known.left() == 1).map(|(id, _)| *id);
+        let ready: Vec<SequenceId> = ready.take(self.limits.generating as usize).collect();
+        let count = ready.len();
+        let drafts = self.limits.drafts > 0 && self.drafting && count < self.limits.draft_rows as usize;
+        // Where pages are short, who came first must not be left out: pages are taken from those who came last.
+        let are_short = self.pages.available() < count;
+        let rows = if drafts || are_short { count } else { self.pace.rows(count as u32) as usize };
+        if rows == count {
+            return ready;
+        }
+        let first = ready.partition_point(|id| *id <= self.left_out) % count;
+        self.left_out = ready[(first + count - rows - 1) % count];
+        let is_in = |place: usize| (place + count - first) % count >= count - rows;
+        ready.into_iter().enumerate().filter(|(place, _)| is_in(*place)).map(|(_, id)| id).collect()
+    }
+
+    /// Takes note that a step of `rows` generating sequences, and nothing else, took so many seconds.
+    pub fn took(&mut self, rows: u32, seconds: f64) {
+        self.pace.took(rows, seconds);
+    }
+
+    /// Gives sequences with only their newest token to run a row each, and a page for it.
     fn decode(&mut self, plan: &mut Plan, step: &mut Step) {
-        let ids: Vec<SequenceId> = self.running.keys().copied().collect();
-        for id in ids {
-            // Skipped if it was preempted for an earlier one, or if its prompt is still being read.
-            if self.running.get(&id).is_none_or(|r| r.known.left() > 1) {
+        for id in self.generating() {
+            // Skipped if it was preempted for an earlier one.
+            if !self.running.contains_key(&id) {
                 continue;
-            }
-            if step.work.len() as u32 == self.limits.generating {
-                break;
             }
             while !self.cover(id, 1, plan) {
                 let after = (Bound::Excluded(id), Bound::Unbounded);

@@ -1,6 +1,8 @@
 //! The loop of a batch. A backend executes the scheduler's plans; each step is planned and begun while the one before
 //! runs.
 
+use std::time::Instant;
+
 use super::backend::{BatchBackend, Outcome, Start};
 use super::plan::{Plan, SequenceId};
 use super::scheduler::{Advance, Scheduler};
@@ -18,14 +20,26 @@ pub trait Sequences {
 /// A scheduler, with the step that is under way.
 pub struct Steps {
     scheduler: Scheduler,
-    /// If a step was begun and has not ended: the sequences whose outcomes it will bring, in order.
-    under_way: Option<Vec<SequenceId>>,
+    /// A step that was begun and has not ended.
+    under_way: Option<Begun>,
+    /// When the last step ended.
+    ended: Instant,
+}
+
+/// A step that was begun.
+struct Begun {
+    /// The sequences whose outcomes it will bring, in order.
+    sequences: Vec<SequenceId>,
+    /// How many rows it has, if these are of generating sequences alone.
+    rows: Option<u32>,
+    /// Whether the step before has not ended when this one is begun. Then it ends a step's time after that.
+    follows: bool,
 }
 
 impl Steps {
     /// Makes a scheduler with the limits and costs of `backend`.
     pub fn new(backend: &dyn BatchBackend) -> Self {
-        Self { scheduler: Scheduler::new(backend.limits(), backend.costs()), under_way: None }
+        Self { scheduler: Scheduler::new(backend.limits(), backend.costs()), under_way: None, ended: Instant::now() }
     }
 
     /// As [`Scheduler::expect_more`].
@@ -68,29 +82,35 @@ impl Steps {
         backend: &mut dyn BatchBackend,
         sequences: &mut dyn Sequences,
     ) -> Result<Vec<(SequenceId, Outcome)>, Error> {
-        let ids = match self.under_way.take() {
-            Some(ids) => ids,
-            None => self.begin(backend, sequences)?,
+        let begun = match self.under_way.take() {
+            Some(begun) => begun,
+            None => self.begin(backend, sequences, false)?,
         };
         self.scheduler.set_drafting(backend.may_draft());
         if backend.runs_ahead() && self.scheduler.foresee() && !self.has_nothing() {
-            self.under_way = Some(self.begin(backend, sequences)?);
+            self.under_way = Some(self.begin(backend, sequences, true)?);
         }
         let outcomes = backend.end()?;
+        let before = std::mem::replace(&mut self.ended, Instant::now());
+        if let Begun { rows: Some(rows), follows: true, .. } = begun {
+            self.scheduler.took(rows, (self.ended - before).as_secs_f64());
+        }
         let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
         self.scheduler.advance(&outcomes.iter().map(advance).collect::<Vec<_>>());
-        if self.under_way.is_some() {
-            self.under_way = Some(self.sampling(backend));
+        if let Some(mut next) = self.under_way.take() {
+            next.sequences = self.sampling(backend);
+            self.under_way = Some(next);
         }
-        Ok(ids.into_iter().zip(outcomes).collect())
+        Ok(begun.sequences.into_iter().zip(outcomes).collect())
     }
 
-    /// Plans a step and begins it. Returns the sequences whose outcomes it will bring, in order.
+    /// Plans a step and begins it. `follows` says whether the step before is still under way.
     fn begin(
         &mut self,
         backend: &mut dyn BatchBackend,
         sequences: &mut dyn Sequences,
-    ) -> Result<Vec<SequenceId>, Error> {
+        follows: bool,
+    ) -> Result<Begun, Error> {
         self.scheduler.set_costs(backend.costs());
         self.scheduler.set_host_pages(backend.host_pages(self.scheduler.may_want_host_pages()));
         self.scheduler.set_drafting(backend.may_draft());
@@ -99,7 +119,8 @@ impl Steps {
         let start = |id| sequences.start(id, self.scheduler.tokens(id).expect("who starts has not ended"));
         let starts: Vec<Start<'_>> = plan.started.iter().map(|started| start(started.sequence)).collect();
         backend.begin(&plan, &starts)?;
-        Ok(self.sampling(backend))
+        let rows = plan.only_generates().then_some(plan.work.len() as u32);
+        Ok(Begun { sequences: self.sampling(backend), rows, follows })
     }
 
     /// The sequences whose outcomes the last begun step will bring, in order, without those that the backend puts off.

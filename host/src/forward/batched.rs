@@ -22,6 +22,9 @@ use crate::quantized::{Quantized, by_code};
 /// The programs: rows of a GEMM's tile, and the number of tiles of rows. A pass takes the first program that has room
 /// for its rows.
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
+/// The rows of those programs that a batch may fill by leaving some sequences out of each step. With fewer rows than
+/// the first, a step takes as long as its weights do.
+pub const FULL_ROWS: [u32; 4] = [128, 192, 256, 384];
 /// The possible heights of a tile, in rows.
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
 /// The height of the tiles of [`gpu_kernels::gemm`].

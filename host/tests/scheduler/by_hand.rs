@@ -19,6 +19,7 @@ pub const PLAIN: Limits = Limits {
     prompt_rows: 0,
     prompt_share: 0,
     prompts_apart: true,
+    tiles: &[],
 };
 
 /// Costs where saving a page and bringing it back takes as long as so many rows.
@@ -639,4 +640,41 @@ fn who_was_saved_does_not_wait_for_others() {
     assert_eq!((scheduler.running(), scheduler.counts().swapped), (3, 1));
     scheduler.finish(0);
     assert_eq!(starting(&mut scheduler), 1);
+}
+
+/// Six sequences where four fill a step's tiles: which ones generate, in so many steps that take `seconds(rows)`.
+fn six_where_four_are_whole(steps: usize, seconds: impl Fn(u32) -> f64) -> Vec<Vec<u32>> {
+    let mut scheduler = Scheduler::new(Limits { tiles: &[4], context: 1024, pages: 2048, ..PLAIN }, cost(1.0));
+    for i in 0..6 {
+        scheduler.add(vec![i], 1024);
+    }
+    step(&mut scheduler);
+    let generate = |_| {
+        let plan = step(&mut scheduler);
+        assert!(plan.only_generates(), "{plan:?}");
+        scheduler.took(plan.work.len() as u32, seconds(plan.work.len() as u32));
+        plan.work.iter().map(|work| work.slot).collect()
+    };
+    (0..steps).map(generate).collect()
+}
+
+#[test]
+fn sequences_beyond_whole_tiles_are_left_out_in_turns() {
+    // Six take twice as long as four.
+    let steps = six_where_four_are_whole(110, |rows| if rows > 4 { 2.0 } else { 1.0 });
+    let steps = &steps[14..];
+    assert!(steps.iter().all(|slots| slots.len() == 4), "{steps:?}");
+    for three in steps.chunks_exact(3) {
+        // Each is left out of one step in three.
+        let mut slots = three.concat();
+        slots.sort_unstable();
+        assert_eq!(slots, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]);
+    }
+}
+
+#[test]
+fn where_a_row_more_costs_nothing_all_generate() {
+    let steps = six_where_four_are_whole(1000, |_| 1.0);
+    let left_out = steps.iter().filter(|slots| slots.len() < 6).count();
+    assert!((1..40).contains(&left_out), "{left_out} of 1000 steps leave some out");
 }

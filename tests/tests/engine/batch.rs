@@ -22,6 +22,7 @@ fn limits(page_tokens: usize, pages: u32, host_pages: u32, draft: Option<NgramDr
         prompt_rows: 0,
         prompt_share: 0,
         prompts_apart: false,
+        tiles: &[],
     }
 }
 

@@ -163,6 +163,7 @@ fn limits(drafts: u32) -> Limits {
         prompt_rows: 0,
         prompt_share: 0,
         prompts_apart: false,
+        tiles: &[],
     }
 }
 

@@ -72,5 +72,6 @@ pub(crate) fn limits(sizes: HeadSizes, rows: u32) -> Limits {
         prompt_rows: 0,
         prompt_share: 0,
         prompts_apart: false,
+        tiles: &[],
     }
 }

@@ -79,6 +79,7 @@ mod tests {
         prompt_rows: 0,
         prompt_share: 2,
         prompts_apart: false,
+        tiles: &[],
     };
 
     fn refuses(plan: Plan, tokens: Option<&[u32]>) -> bool {

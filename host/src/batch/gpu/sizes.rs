@@ -8,7 +8,7 @@ use model::Config;
 use crate::batch::{BatchOptions, Limits, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
-use crate::forward::{Capacity, Footprint};
+use crate::forward::{Capacity, FULL_ROWS, Footprint};
 use crate::prefill;
 use crate::tuning::PASS_ROWS;
 use crate::{Error, LoadOptions};
@@ -143,6 +143,7 @@ impl BatchSizes {
             prompt_rows: if self.prompts_apart { best_rows() } else { 0 },
             prompt_share: device.capabilities().tuning().prompt_share,
             prompts_apart: self.prompts_apart,
+            tiles: if self.prompts_apart { &FULL_ROWS } else { &[] },
         }
     }
 
