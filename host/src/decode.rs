@@ -29,7 +29,7 @@ pub struct Decode {
     pages: Buffer<u64>,
     page_map: TensorMaps,
     counters: Buffer<u32>,
-    /// The memory of the exchange between blocks.
+    /// The memory of the exchange between CTAs.
     words: Buffer<u64>,
     exchange: Exchange,
     /// The value of [`DecodeStep::qkv_inputs`].

@@ -10,8 +10,8 @@ use model::{Checkpoint, Config, EagleHead, Matcher, Tokenizer};
 use crate::Error;
 use crate::device::Device;
 use crate::forward::{Footprint, Forward, HeadWeights};
-use crate::kept::Kept;
 use crate::tuning::{draft_permille, layer_bytes};
+use crate::weight_storage::WeightStorage;
 use crate::weights::Compact;
 
 /// A budget threshold that never binds: one sequence may use every row.
@@ -76,9 +76,8 @@ impl DraftCheckpoint {
     pub(crate) fn footprint(&self, capacity: usize, device: &Device) -> Result<Footprint, Error> {
         let has_prefill = device.has_prefill();
         Ok(match self {
-            Self::Model(draft) => {
-                Footprint::of(&draft.config, capacity, has_prefill).keeping(&draft.config, Kept::of(draft, device)?)
-            }
+            Self::Model(draft) => Footprint::of(&draft.config, capacity, has_prefill)
+                .keeping(&draft.config, WeightStorage::of(draft, device)?),
             Self::Eagle3(head) => HeadWeights::footprint(head, capacity, has_prefill),
         })
     }

@@ -140,7 +140,7 @@ impl E4m3 {
         2 * self.codes.weights().len() as u64 + 4 * self.offsets[self.offsets.len() - 1] as u64
     }
 
-    /// Bytes that the codes and scales of a model take, laid out for `blocks` blocks.
+    /// Bytes that the codes and scales of a model take, laid out for `blocks` CTAs.
     pub fn bytes_of(config: &Config, blocks: u32) -> u64 {
         let scales: u64 = layers(config).map(|(n_tiles, k)| 4 * u64::from(scales_len(n_tiles, k))).sum();
         chunks(pairs(config), blocks) * u64::from(CHUNK_BYTES) + scales

@@ -312,7 +312,7 @@ impl Forward {
         self.decode.as_mut().map_or(Ok(()), |decode| decode.use_up_flags(&self.config))
     }
 
-    /// Starts tracing: from now on, each run of the decode kernel records when its blocks passed which points, and
+    /// Starts tracing: from now on, each run of the decode kernel records when its CTAs passed which points, and
     /// overwrites the record of the run before.
     ///
     /// # Errors
@@ -328,7 +328,7 @@ impl Forward {
         self.trace = None;
     }
 
-    /// The trace of the last run of the decode kernel: for each block, the points that it passed and when, in
+    /// The trace of the last run of the decode kernel: for each CTA, the points that it passed and when, in
     /// nanoseconds. The lists are empty if there was no run since the last call.
     /// Waits for the device.
     ///

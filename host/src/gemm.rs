@@ -112,15 +112,15 @@ impl fmt::Debug for Family {
 pub enum Cut {
     /// 128 rows × 128 weight rows. Not for SwiGLU.
     N128,
-    /// 128 rows × 192 weight rows. Two neighbouring blocks cover 384 weight rows: each has 128 of its own, and of the
+    /// 128 rows × 192 weight rows. Two neighbouring CTAs cover 384 weight rows: each has 128 of its own, and of the
     /// 128 that they share each computes half of the rows. Not for SwiGLU, not for [`Add`](Epilogue::Add), and not with
     /// a bias.
     N192,
     /// 128 rows × 256 weight rows.
     N256,
-    /// As [`N256`](Self::N256), in clusters of 2 × 1 blocks that share the weights.
+    /// As [`N256`](Self::N256), in clusters of 2 × 1 CTAs that share the weights.
     Cluster2x1,
-    /// As [`N256`](Self::N256), in clusters of 4 × 2 blocks: the four above each other share weights, the two side by
+    /// As [`N256`](Self::N256), in clusters of 4 × 2 CTAs: the four above each other share weights, the two side by
     /// side share rows. SMs that such clusters do not fit run clusters of 2 × 1 in a second launch.
     Cluster4x2,
 }
@@ -153,7 +153,7 @@ impl Cut {
     /// Every cut.
     pub const ALL: [Self; 5] = [Self::N128, Self::N192, Self::N256, Self::Cluster2x1, Self::Cluster4x2];
 
-    /// Blocks that take tiles together: how many above each other, and how many side by side.
+    /// CTAs that take tiles together: how many above each other, and how many side by side.
     const fn together(self) -> [u32; 2] {
         match self {
             Self::N128 | Self::N256 => [1, 1],
@@ -163,12 +163,12 @@ impl Cut {
         }
     }
 
-    /// The number of blocks that take tiles together.
+    /// The number of CTAs that take tiles together.
     const fn blocks(self) -> u32 {
         self.together()[0] * self.together()[1]
     }
 
-    /// Rows and weight rows that such a group of blocks covers at a time.
+    /// Rows and weight rows that such a group of CTAs covers at a time.
     const fn size(self) -> [u32; 2] {
         let [down, across] = self.together();
         [down * TILE_ROWS, if matches!(self, Self::N192) { 384 } else { across * self.weight_rows() }]
@@ -216,17 +216,17 @@ impl Cut {
     }
 }
 
-/// The host's part of the tile scheduler: how a GEMM's weight rows are divided between the clusters (or blocks) of a
+/// The host's part of the tile scheduler: how a GEMM's weight rows are divided between the clusters (or CTAs) of a
 /// cut, and 2 × 1 clusters beside them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct TileSchedule {
-    /// The cut's clusters (or blocks) that run at once.
+    /// The cut's clusters (or CTAs) that run at once.
     clusters: u32,
     /// The weight rows that those compute, from the first on. The 2 × 1 clusters compute the others.
     weight_rows: u32,
     /// 2 × 1 clusters that run beside them.
     clusters_2x1: u32,
-    /// Tiles that a block takes, one after another.
+    /// Tiles that a CTA takes, one after another.
     rounds: u32,
 }
 
@@ -379,7 +379,7 @@ pub unsafe fn enqueue_cut(
 }
 
 /// A GEMM of e4m3 with at most this many rounds of tiles is launched early. With more rounds, an early launch loses
-/// more than it gains, because its blocks get whatever SM is free.
+/// more than it gains, because its CTAs get whatever SM is free.
 const EARLY_ROUNDS: u32 = 3;
 
 /// Enqueues a GEMM of e4m3. Chooses `p.gemm.band` itself.
@@ -401,7 +401,7 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
     let p = GemmE4m3 { gemm: Gemm { band: tuning.band_rows[0] / TILE_ROWS, ..p.gemm }, ..p };
     let in_pairs = epilogue == Epilogue::SwiGlu && !p.gemm.codes.codes.is_null();
     let tiles = if in_pairs { cut.tiles(m, n) / 2 } else { cut.tiles(m, n) };
-    // If there are SMs enough, two blocks share a tile.
+    // If there are SMs enough, two CTAs share a tile.
     let has_two = matches!(epilogue, Epilogue::Write | Epilogue::Add);
     let is_shared = has_two && m > TILE_ROWS / 2 && 2 * tiles <= device.sms();
     let blocks = if is_shared { 2 * tiles } else { tiles.min(device.sms()) };
@@ -431,7 +431,7 @@ pub unsafe fn enqueue_e4m3(device: &Device, epilogue: Epilogue, p: GemmE4m3) -> 
 }
 
 /// Whether SwiGLU of e4m3 writes `n` activations for each of `rows` rows as codes. That saves the launch that would
-/// quantise them, but blocks then take tiles in pairs. Where the last round of pairs has little to do, this costs as
+/// quantise them, but CTAs then take tiles in pairs. Where the last round of pairs has little to do, this costs as
 /// much as the launch.
 pub fn leaves_codes(device: &Device, rows: u32, n: u32) -> bool {
     let rounds = |tiles: u32| tiles.div_ceil(device.sms());
@@ -440,14 +440,14 @@ pub fn leaves_codes(device: &Device, rows: u32, n: u32) -> bool {
 }
 
 /// Whether a GEMM is launched early. All cuts gain by that, except [`Cut::N128`] with several rounds of tiles, or with
-/// many input features on more than half of the card. Presumably its blocks then get whatever SM is free, and blocks
+/// many input features on more than half of the card. Presumably its CTAs then get whatever SM is free, and CTAs
 /// that share rows or weights ask L2 for them at different times.
 fn is_early(device: &Device, cut: Cut, m: u32, n: u32, k: u32) -> bool {
     let alone = device.sms() / if k > device.capabilities().tuning().gemm.long_k { 2 } else { 1 };
     cut != Cut::N128 || cut.tiles(m, n) <= alone
 }
 
-/// Enqueues one launch, of at most `at_once` blocks or clusters.
+/// Enqueues one launch, of at most `at_once` CTAs or clusters.
 unsafe fn launch(device: &Device, epilogue: Epilogue, cut: Cut, at_once: u32, p: Gemm) -> Result<(), Error> {
     let (m, n) = size(epilogue, &p);
     let (tuning, down) = (&device.capabilities().tuning().gemm, cut.together()[0]);

@@ -25,11 +25,11 @@ use crate::device::{Buffer, Device, Mapped, Pinned};
 use crate::draft::{Draft, DraftCheckpoint};
 use crate::drafter::{Between, Drafter, ModelDrafter, NgramDrafter, OnDevice, Passes, Proposals, ScriptDrafter};
 use crate::forward::{Footprint, Forward, RowOutput};
-use crate::kept::Kept;
 use crate::masks::Masks;
 use crate::prefill::Prefill;
 use crate::profile::Phase;
 use crate::sampler::Sampler;
+use crate::weight_storage::WeightStorage;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -171,9 +171,9 @@ impl Gpu {
                 _ => Ok(()),
             }
         };
-        let kept = Kept::of(checkpoint, device)?;
+        let kept = WeightStorage::of(checkpoint, device)?;
         let all_of_it = kept.filter(|kept| fits(plain.keeping(config, Some(*kept)), beside).is_ok());
-        let kept = all_of_it.or(kept.map(Kept::alone));
+        let kept = all_of_it.or(kept.map(WeightStorage::alone));
         let footprint = plain.keeping(config, kept);
         fits(footprint, beside)?;
         let (of_model, of_draft) = (footprint.weights, beside.map_or(0, |of| of.weights));

@@ -20,7 +20,6 @@ mod error;
 pub mod forward;
 pub mod gemm;
 mod gpu;
-mod kept;
 mod lossless;
 mod masks;
 pub mod prefill;
@@ -31,6 +30,7 @@ mod sampler;
 pub mod stream;
 mod timed;
 pub mod tuning;
+mod weight_storage;
 pub mod weights;
 
 pub use ahead::Opening;
@@ -40,11 +40,11 @@ pub use draft::{Draft, DraftCheckpoint, ModelDraft, NgramDraft, Ngrams};
 pub use engine::{DeviceChoice, Engine, Finish, Generation, Listener, LoadOptions, Request, Statistics};
 pub use error::{Error, gib};
 pub use gpu::{DraftWeights, Gpu};
-pub use kept::{Kept, MatrixFormat};
 pub use lossless::PackedSize;
 pub use profile::Profile;
 pub use prompt::encode_prompt;
 pub use quantized::Coding;
+pub use weight_storage::{MatrixFormat, WeightStorage};
 
 /// A callback of loading: it is told the bytes loaded so far and the bytes in all, and stops the load by returning
 /// `Break`.

@@ -470,7 +470,7 @@ mod tests {
 
     #[test]
     fn rounds_of_tiles_are_full() {
-        // Qwen3-8B's GEMMs on 132 SMs, where two blocks take 256 × 256 together: how many of these lie side by side,
+        // Qwen3-8B's GEMMs on 132 SMs, where two CTAs take 256 × 256 together: how many of these lie side by side,
         // and what a round takes.
         let gemms = [(24, 1), (16, 1), (96, 1), (16, 3)];
         let rounds = |m: u32| gemms.iter().map(|&(across, k)| u64::from((m / 256 * across).div_ceil(66) * k)).sum();

@@ -30,7 +30,7 @@ pub struct Span {
 pub enum Track {
     /// The host's thread.
     Host,
-    /// The first block of the device's decode steps.
+    /// The first CTA of the device's decode steps.
     Device,
 }
 

@@ -118,7 +118,7 @@ impl Coding {
         chunks * by_code!(self, C => <C as quantized::Code>::BYTES) as u64
     }
 
-    /// Bytes of the codes of a model's layers, with scales, laid out for `blocks` blocks.
+    /// Bytes of the codes of a model's layers, with scales, laid out for `blocks` CTAs.
     pub fn bytes_of(self, config: &Config, blocks: u32) -> u64 {
         if self.in_blocks {
             return E4m3::bytes_of(config, blocks);

@@ -56,7 +56,7 @@ pub fn n_tiles(gemm: &Gemm) -> (u32, u32) {
 }
 
 /// The chunk at which each matrix begins, and the last one's end. `matrices` are the N-tiles and input features of
-/// each. They lie one after another, laid out for `blocks` blocks.
+/// each. They lie one after another, laid out for `blocks` CTAs.
 pub fn bases(matrices: impl IntoIterator<Item = (u32, u32)>, blocks: u32) -> Vec<u64> {
     let mut walk = Walk::new(blocks);
     let mut end_of = |(n_tiles, k)| {
@@ -119,7 +119,7 @@ impl Stream {
         config.gemms().skip(of_layer).map(|gemm| n_tiles(&gemm))
     }
 
-    /// Bytes of a model's matrices; or of one layer's and the head, if `is_of_layer`. The number of blocks that they
+    /// Bytes of a model's matrices; or of one layer's and the head, if `is_of_layer`. The number of CTAs that they
     /// are laid out for makes no difference.
     pub fn bytes(config: &Config, is_of_layer: bool) -> u64 {
         let chunks = match is_of_layer {
@@ -177,7 +177,7 @@ impl Stream {
         &self.weights
     }
 
-    /// Blocks that the matrices are laid out for.
+    /// CTAs that the matrices are laid out for.
     pub fn blocks(&self) -> u32 {
         self.weights.device().sms()
     }

@@ -125,7 +125,7 @@ pub struct GemmTuning {
     pub cluster_rows: u32,
     /// With fewer rows, 4 × 2 clusters pay if the number of rows is a multiple of this.
     pub whole_cluster_rows: u32,
-    /// Rows of a band of tiles: for single blocks, and for clusters. Tiles are taken band by band, so that L2 holds the
+    /// Rows of a band of tiles: for single CTAs, and for clusters. Tiles are taken band by band, so that L2 holds the
     /// rows and weights that they share.
     pub band_rows: [u32; 2],
     /// [Tiles of 128 weight rows](crate::gemm::Cut::N128) with more input features than this are not launched early on

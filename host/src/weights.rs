@@ -21,11 +21,11 @@ use self::staging::{Plan, Staging, rows_together};
 use crate::device::{Buffer, Device, Filling};
 use crate::e4m3::{self, E4m3};
 use crate::forward::Forward;
-use crate::kept::Kept;
 use crate::lossless::Packed;
 use crate::quantized::{self, Coding, Quantized};
 use crate::stream::{Source, Stream};
 use crate::timed::timed;
+use crate::weight_storage::WeightStorage;
 use crate::{Error, Progress, gib};
 
 /// Every weight of a model, on a device.
@@ -70,7 +70,7 @@ impl DeviceWeights {
     pub fn upload(
         checkpoint: &Checkpoint,
         device: &Device,
-        kept: Option<Kept>,
+        kept: Option<WeightStorage>,
         plain_fits: impl FnOnce() -> Result<(), Error>,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
@@ -89,7 +89,7 @@ impl DeviceWeights {
     fn upload_as(
         checkpoint: &Checkpoint,
         device: &Device,
-        kept: Option<Kept>,
+        kept: Option<WeightStorage>,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Self>, Error> {
         let of_checkpoint = checkpoint.weights()?;
@@ -100,7 +100,7 @@ impl DeviceWeights {
         let Plan { weights, groups, behind, .. } = plan;
         let bytes: u64 = groups.iter().flat_map(|group| &group.regions).map(|region| region.bytes() as u64).sum();
         let mut done = 0;
-        let collector = kept.and_then(Kept::coding).map(|coding| Scales::new(&of_checkpoint, coding));
+        let collector = kept.and_then(WeightStorage::coding).map(|coding| Scales::new(&of_checkpoint, coding));
         let is_unfit = || collector.as_ref().is_some_and(Scales::is_unfit);
         let fill = |i: usize, at: usize, out: &mut [u8]| match &collector {
             None => Ok(weights[i].0.read_bf16(weights[i].1 + at / 2, out)?),
@@ -166,7 +166,7 @@ impl DeviceWeights {
     fn planned<'w>(
         weights: &'w Weights<Weight<'w>>,
         config: &Config,
-        kept: Option<Kept>,
+        kept: Option<WeightStorage>,
         plan: &mut Plan<'w>,
     ) -> Result<(Self, Staging), Error> {
         let device = plan.device;
@@ -204,19 +204,19 @@ impl DeviceWeights {
     }
 
     /// Memory for a packed head, if one is kept.
-    fn memory_of_head(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Option<Packed>, Error> {
+    fn memory_of_head(device: &Device, config: &Config, kept: Option<WeightStorage>) -> Result<Option<Packed>, Error> {
         let size = kept.and_then(|kept| kept.head);
         size.map(|size| Packed::of_head(device, config, size)).transpose()
     }
 
     /// Memory for matrices in bf16: of all layers or of one, and the head.
-    fn memory(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Stream, Error> {
+    fn memory(device: &Device, config: &Config, kept: Option<WeightStorage>) -> Result<Stream, Error> {
         let is_of_layer = kept.is_some_and(|kept| !kept.plain);
         if is_of_layer { Stream::of_layer(device, config) } else { Stream::of_model(device, config) }
     }
 
     /// Bytes of a model's weights on a device that keeps its matrices as `kept` says. None: as bf16 alone.
-    pub fn bytes(config: &Config, kept: Option<Kept>) -> u64 {
+    pub fn bytes(config: &Config, kept: Option<WeightStorage>) -> u64 {
         let matrices: usize = config.gemms().map(|gemm| 2 * gemm.weights()).sum();
         let tied = if config.tie_word_embeddings { 2 * config.head().weights() } else { 0 };
         let others = config.weight_bytes(2) as u64 + tied as u64 - matrices as u64;
@@ -329,8 +329,8 @@ mod tests {
     use model::{Checkpoint, Dtype, OpenOptions};
 
     use super::*;
-    use crate::kept::MatrixFormat;
     use crate::lossless::PackedSize;
+    use crate::weight_storage::MatrixFormat;
 
     fn upload(checkpoint: &Checkpoint, progress: &mut Progress<'_>) -> Result<DeviceWeights, Error> {
         DeviceWeights::upload(checkpoint, &Device::emulator(0), None, || Ok(()), progress)
@@ -461,7 +461,7 @@ mod tests {
         std::fs::remove_dir_all(&folder).unwrap();
         for (checkpoint, is_packed, plain) in [(&demo, true, false), (&demo, true, true), (&far.unwrap(), false, false)]
         {
-            let (mut asked, kept) = (0, Some(Kept { plain, ..Kept::only(format) }));
+            let (mut asked, kept) = (0, Some(WeightStorage { plain, ..WeightStorage::only(format) }));
             let fits = || {
                 asked += 1;
                 Ok(())
@@ -480,7 +480,7 @@ mod tests {
         for list_bytes in [0, 8, size.list_bytes + 8, 656, 1 << 31] {
             let format = MatrixFormat::Packed(PackedSize { list_bytes, ..size });
             let go_on = &mut |_, _| ControlFlow::Continue(());
-            let uploaded = DeviceWeights::upload(&demo, &device, Some(Kept::only(format)), || Ok(()), go_on);
+            let uploaded = DeviceWeights::upload(&demo, &device, Some(WeightStorage::only(format)), || Ok(()), go_on);
             let error = uploaded.err().map(|error| error.to_string()).unwrap_or_default();
             let said = format!("lists of {list_bytes} bytes: lists have a multiple of 16, and at most 640");
             assert!(error.contains(&said), "{error}");
@@ -491,12 +491,12 @@ mod tests {
     fn room_is_asked_for_again_where_codes_are_unfit() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/formats/gptq_qwen2");
         let (checkpoint, device) = (Checkpoint::open(&folder).unwrap(), Device::emulator(0));
-        let kept = Kept::of(&checkpoint, &device).unwrap().expect("codes");
+        let kept = WeightStorage::of(&checkpoint, &device).unwrap().expect("codes");
         let coding = kept.coding().expect("codes");
         assert!(coding.is_fine);
         // The checkpoint's scales are in f16, with more bits than coarse scales have.
         for is_fine in [true, false] {
-            let kept = Kept { format: MatrixFormat::Coded(Coding { is_fine, ..coding }), ..kept };
+            let kept = WeightStorage { format: MatrixFormat::Coded(Coding { is_fine, ..coding }), ..kept };
             let full = || Err(Error::OutOfMemory { wanted: 1, free: 0 });
             let mut progress = |_, _| ControlFlow::Continue(());
             match DeviceWeights::upload(&checkpoint, &device, Some(kept), full, &mut progress) {

@@ -228,7 +228,7 @@ pub fn answer(engine: &mut host::Engine, request: &host::Request) -> host::Gener
 /// If they do not fit.
 pub fn uploaded(device: &host::device::Device, checkpoint: &model::Checkpoint) -> host::weights::DeviceWeights {
     let upload = || {
-        let kept = host::Kept::of(checkpoint, device)?;
+        let kept = host::WeightStorage::of(checkpoint, device)?;
         let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
         host::weights::DeviceWeights::upload(checkpoint, device, kept, || Ok(()), go_on)
     };

@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use host::device::{Capabilities, CardInfo};
 use host::forward::{Footprint, Forward};
-use host::{Coding, Kept, MatrixFormat, PackedSize, gib};
+use host::{Coding, MatrixFormat, PackedSize, WeightStorage, gib};
 use model::checkpoint::{MatrixOutline, OutlineTensor};
 use model::{Checkpoint, Config, GenerationConfig, OpenOptions, Outline};
 use serde::Serialize;
@@ -209,13 +209,13 @@ impl Findings {
         let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
-        let coded = coding.map(|coding| Kept::only(MatrixFormat::Coded(coding)));
+        let coded = coding.map(|coding| WeightStorage::only(MatrixFormat::Coded(coding)));
         let may_pack = coding.is_none() && command.load.options.lossless != Some(false);
         let may_pack = may_pack && Forward::check(config).is_ok();
         // Errors in reading weights are for loading, or `--check`, to report.
         let size = |checkpoint| PackedSize::of(checkpoint, PackedSize::SAMPLED).ok().flatten();
         let packed = checkpoint.filter(|_| may_pack).and_then(size);
-        let packed_alone = packed.map(|size| Kept::only(MatrixFormat::Packed(size)));
+        let packed_alone = packed.map(|size| WeightStorage::only(MatrixFormat::Packed(size)));
         let memory = Memory {
             context,
             weight_bytes: footprint.weights,
@@ -232,7 +232,7 @@ impl Findings {
             let has_gemms = has_gemms(&card);
             // If there is no room for both, only the packed weights are kept.
             let is_asked = command.load.options.lossless == Some(true);
-            let packs = |of: Capabilities| of.has_full_ring() && (is_asked || Kept::packing_pays(config, &of));
+            let packs = |of: Capabilities| of.has_full_ring() && (is_asked || WeightStorage::packing_pays(config, &of));
             let packed = packed_alone.filter(|_| card.capabilities.is_some_and(packs));
             let kept = coded.or(packed);
             let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
@@ -282,7 +282,7 @@ impl Findings {
 
 /// The longest context whose cache and working memory fit into `room` together with the weights. Found by bisection, as
 /// memory grows with the context.
-fn longest_context(config: &Config, room: u64, has_gemms: bool, kept: Option<Kept>) -> usize {
+fn longest_context(config: &Config, room: u64, has_gemms: bool, kept: Option<WeightStorage>) -> usize {
     let fits = |context| {
         let footprint = Footprint::of(config, context, has_gemms).keeping(config, kept);
         footprint.weights + footprint.working <= room

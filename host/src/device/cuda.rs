@@ -27,7 +27,7 @@ const COPY_THREADS: usize = 8;
 
 /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the launch ahead.
 const MAY_BEGIN_EARLY: u32 = 6;
-/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: the cluster's size in x, y and z, in blocks.
+/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: the cluster's size in x, y and z, in CTAs.
 const CLUSTER_DIMENSION: u32 = 4;
 
 /// The driver's `CUlaunchAttribute`, which `cust` does not have.

@@ -37,7 +37,7 @@ pub use upload::{Fill, Filling, Group, Region};
 
 use crate::Error;
 
-/// The size of a grid, in blocks.
+/// The size of a grid, in CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid(pub u32, pub u32, pub u32);
 
@@ -68,7 +68,7 @@ enum DeviceKind {
     Emulator(emulated::Emulator),
 }
 
-/// When the blocks of a launch may begin.
+/// When the CTAs of a launch may begin.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Begin {
     /// After the launches ahead have ended, as SMs become free.
@@ -78,7 +78,7 @@ enum Begin {
     Whole,
     /// As [`InTurn`](Self::InTurn), but all at once: a cooperative launch.
     Together,
-    /// While the last blocks of the launch ahead still run.
+    /// While the last CTAs of the launch ahead still run.
     Early,
 }
 
@@ -212,13 +212,13 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::InTurn, params) }
     }
 
-    /// As [`launch`](Self::launch), but all blocks are resident at once, so that they may wait for each other.
+    /// As [`launch`](Self::launch), but all CTAs are resident at once, so that they may wait for each other.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch).
     ///
     /// # Errors
-    /// As [`launch`](Self::launch), and if the blocks of the grid do not fit on the device at once.
+    /// As [`launch`](Self::launch), and if the CTAs of the grid do not fit on the device at once.
     pub unsafe fn launch_cooperative<K: Kernel>(
         &self,
         grid: impl Into<Grid>,
@@ -234,7 +234,7 @@ impl Device {
     /// launch).
     ///
     /// # Safety
-    /// As for [`launch`](Self::launch). Every block waits before it touches memory that others write, or writes memory
+    /// As for [`launch`](Self::launch). Every CTA waits before it touches memory that others write, or writes memory
     /// that others touch.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl Device {
         unsafe { self.launch_kind::<K>(grid.into(), shared_bytes, Begin::Whole, params) }
     }
 
-    /// How many clusters of the kernel's blocks run at once on an idle device, with this much dynamic shared memory. 0
+    /// How many clusters of the kernel's CTAs run at once on an idle device, with this much dynamic shared memory. 0
     /// if the driver does not say, and on the emulator.
     pub fn clusters_at_once<K: Kernel>(&self, shared_bytes: u32) -> u32 {
         match &*self.0 {

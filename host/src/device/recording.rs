@@ -68,10 +68,10 @@ impl Freed {
 /// The recordings of a card's queues, and the memory that they keep. Recorded work may use any memory of the card that
 /// was there when it was recorded, whatever queue that is of.
 #[derive(Default)]
-pub(super) struct Recordings(Mutex<Kept>);
+pub(super) struct Recordings(Mutex<HeldMemory>);
 
 #[derive(Default)]
-struct Kept {
+struct HeldMemory {
     /// Recordings that are under way or whose graph can be launched.
     recordings: usize,
     /// Memory that was freed since the first of them began.
@@ -79,7 +79,7 @@ struct Kept {
 }
 
 impl Recordings {
-    fn lock(&self) -> MutexGuard<'_, Kept> {
+    fn lock(&self) -> MutexGuard<'_, HeldMemory> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

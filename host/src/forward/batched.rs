@@ -37,7 +37,7 @@ const _: () = assert!(LARGEST.0 * LARGEST.1 == MAX_BATCHED_ROWS);
 
 /// The memory that only these passes need.
 pub struct Batched {
-    /// Blocks of the launch.
+    /// CTAs of the launch.
     grid: u32,
     /// The tensor maps of the GEMMs' inputs, in the order of [`input_map`].
     maps: TensorMaps,
@@ -65,7 +65,7 @@ struct Many {
     spans: Buffer<f32>,
     /// CTAs of a launch of attention.
     attend_grid: u32,
-    /// The share of each of these CTAs' warps in attention, or of each block of the batched kernel.
+    /// The share of each of these CTAs' warps in attention, or of each CTA of the batched kernel.
     assignments: Buffer<u32>,
     /// As [`BatchedStep::arrivals`], for the launches of attention.
     arrivals: Buffer<u32>,
@@ -239,7 +239,7 @@ impl Forward {
         unsafe { self.device.launch::<K>(grid, PackPages::SHARED_BYTES, params) }
     }
 
-    /// Starts tracing: from the next of these passes on, records when each block finished each phase. Every pass must
+    /// Starts tracing: from the next of these passes on, records when each CTA finished each phase. Every pass must
     /// then ask for logits or best tokens.
     ///
     /// # Errors
@@ -251,7 +251,7 @@ impl Forward {
         Ok(())
     }
 
-    /// The trace of the last pass: for each phase its kind, and when each block finished it, in nanoseconds. Waits for
+    /// The trace of the last pass: for each phase its kind, and when each CTA finished it, in nanoseconds. Waits for
     /// the device.
     ///
     /// # Errors
@@ -275,7 +275,7 @@ impl Forward {
         Ok(best)
     }
 
-    /// Blocks of the launch: as many whole clusters as run at once, but at most the blocks that the weights were laid
+    /// CTAs of the launch: as many whole clusters as run at once, but at most the CTAs that the weights were laid
     /// out for.
     fn batched_grid(&self) -> u32 {
         let blocks = self.weights.stream.blocks();
@@ -289,7 +289,7 @@ impl Forward {
         clusters * batched::CLUSTER
     }
 
-    /// The phases of a step on `grid` blocks, for GEMMs with tiles of `tile_rows` rows and `row_tiles` such tiles. The
+    /// The phases of a step on `grid` CTAs, for GEMMs with tiles of `tile_rows` rows and `row_tiles` such tiles. The
     /// last phase is the output head; its kind is `head`.
     fn phases(
         &self,

@@ -11,8 +11,8 @@ use crate::Error;
 use crate::cache::KvCache;
 use crate::device::Device;
 use crate::e4m3::StepInputs;
-use crate::kept::Kept;
 use crate::prefill::Prefill;
+use crate::weight_storage::WeightStorage;
 use crate::weights::DeviceWeights;
 
 /// The sizes that memory is allocated for.
@@ -84,8 +84,8 @@ impl Footprint {
 
     /// The same footprint, with matrices kept as `kept` says; none means only bf16.
     #[must_use]
-    pub fn keeping(self, config: &Config, kept: Option<Kept>) -> Self {
-        let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
+    pub fn keeping(self, config: &Config, kept: Option<WeightStorage>) -> Self {
+        let in_e4m3 = kept.is_some_and(WeightStorage::in_e4m3);
         Self { weights: DeviceWeights::bytes(config, kept), ..self }.with_activations(in_e4m3)
     }
 

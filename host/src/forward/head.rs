@@ -315,7 +315,7 @@ impl Forward {
             if most_rows <= MAX_DECODE_ROWS {
                 self.device.launch_early::<eagle::make_pairs>(grid, shared, make)?;
             } else {
-                // The blocks of a launch that begins early must all be resident together, and these may be too many.
+                // The CTAs of a launch that begins early must all be resident together, and these may be too many.
                 self.device.launch::<eagle::make_pairs>(grid, shared, make)?;
             }
             if let Some(decode) = decode {

@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::draft::DraftCheckpoint;
 use crate::drafter::Passes;
 use crate::forward::{Footprint, Forward, HeadWeights};
-use crate::kept::Kept;
+use crate::weight_storage::WeightStorage;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -32,7 +32,7 @@ impl DraftWeights {
     ) -> Result<Self, Error> {
         match draft {
             DraftCheckpoint::Model(draft) => {
-                let kept = Kept::of(draft, device)?;
+                let kept = WeightStorage::of(draft, device)?;
                 let plain_fits = || fits(Footprint::of(&draft.config, capacity, device.has_prefill()));
                 let weights = DeviceWeights::upload(draft, device, kept, plain_fits, progress)?;
                 Ok(Self::Model(draft.config.clone(), Box::new(weights)))

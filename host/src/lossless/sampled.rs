@@ -209,7 +209,7 @@ mod tests {
 
     use super::*;
     use crate::device::Device;
-    use crate::kept::{Kept, MatrixFormat};
+    use crate::weight_storage::{MatrixFormat, WeightStorage};
     use crate::weights::DeviceWeights;
 
     /// An estimate from every tile is exactly what packing takes.
@@ -220,7 +220,7 @@ mod tests {
             let checkpoint = Checkpoint::open(&root.join(model)).unwrap();
             let device = Device::emulator(0);
             let size = PackedSize::of(&checkpoint, 1).unwrap().expect("packed");
-            let kept = Kept { plain: true, ..Kept::only(MatrixFormat::Packed(size)) };
+            let kept = WeightStorage { plain: true, ..WeightStorage::only(MatrixFormat::Packed(size)) };
             let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
             let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
             let packed = weights.packed().expect("packed");

@@ -5,10 +5,10 @@ use model::Config;
 use crate::Error;
 use crate::device::Device;
 use crate::e4m3::E4m3;
-use crate::kept::{Kept, MatrixFormat};
 use crate::lossless::Packed;
 use crate::quantized::Quantized;
 use crate::stream::{Stream, n_tiles};
+use crate::weight_storage::{MatrixFormat, WeightStorage};
 
 /// A model's matrices in fewer bytes than bf16 takes.
 pub enum Compact {
@@ -24,7 +24,7 @@ pub enum Compact {
 
 impl Compact {
     /// Allocates memory for a model's matrices in the format that `kept` says.
-    pub(super) fn new(device: &Device, config: &Config, kept: Option<Kept>) -> Result<Self, Error> {
+    pub(super) fn new(device: &Device, config: &Config, kept: Option<WeightStorage>) -> Result<Self, Error> {
         Ok(match kept.map(|kept| kept.format) {
             None | Some(MatrixFormat::Plain) => Self::None,
             Some(MatrixFormat::Coded(coding)) if coding.in_blocks => Self::E4m3(E4m3::new(device, config)?),

@@ -11,10 +11,10 @@ use model::plan::{Gemm, Matrix};
 use super::{Compact, DeviceLayer, DeviceWeights};
 use crate::device::Device;
 use crate::forward::Forward;
-use crate::kept::{Kept, MatrixFormat};
 use crate::lossless::{PackedSize, Sample};
 use crate::quantized::{self, Coding};
 use crate::stream::{Source, n_tiles};
+use crate::weight_storage::{MatrixFormat, WeightStorage};
 use crate::{Error, e4m3};
 
 impl DeviceWeights {
@@ -140,21 +140,26 @@ impl QuantizedPattern {
 }
 
 /// What is kept of weights that repeat `pattern`, as if they came from a checkpoint.
-fn kept(config: &Config, device: &Device, code: Option<Code>, pattern: &[bf16]) -> Result<Option<Kept>, Error> {
+fn kept(
+    config: &Config,
+    device: &Device,
+    code: Option<Code>,
+    pattern: &[bf16],
+) -> Result<Option<WeightStorage>, Error> {
     let sample = |gemm: Gemm, from: usize| {
         let ((n_tiles, k), rows) = (n_tiles(&gemm), N_TILE as usize * gemm.k);
         Sample::new(n_tiles, k, &pattern[from * rows % (PATTERN - rows)..][..rows])
     };
     let format = match code.map(Coding::rounded) {
         Some(coding) => Some(MatrixFormat::Coded(coding)).filter(|_| coding.is_for(device)),
-        None if Kept::packs(device, config) => {
+        None if WeightStorage::packs(device, config) => {
             // Each matrix is sampled at another part of the pattern.
             let samples = config.gemms().enumerate().map(|(number, gemm)| sample(gemm, number));
             PackedSize::of_samples(&samples.collect::<Vec<_>>()).map(MatrixFormat::Packed)
         }
-        None => Some(MatrixFormat::Plain).filter(|_| Kept::packs_head_alone(device)),
+        None => Some(MatrixFormat::Plain).filter(|_| WeightStorage::packs_head_alone(device)),
     };
-    match format.map(|format| Kept::on(device, config, format)).transpose()? {
+    match format.map(|format| WeightStorage::on(device, config, format)).transpose()? {
         Some(kept) if !matches!(kept.format, MatrixFormat::Packed(_)) => {
             Ok(Some(kept.with_head(device, PackedSize::of_samples(&[sample(config.head(), 0)]))?))
         }

@@ -5,7 +5,7 @@ use std::ops::{ControlFlow, Range};
 
 use host::device::{Device, DeviceOptions};
 use host::weights::DeviceWeights;
-use host::{DeviceChoice, Kept, MatrixFormat, NgramDraft, PackedSize};
+use host::{DeviceChoice, MatrixFormat, NgramDraft, PackedSize, WeightStorage};
 use integration_tests::{
     GoldenCase, answer, decode_unfused_and_batched, engine, format_cases, golden_cases, greedy, prefilled,
     prefilled_to_the_end, relative_error, run, tolerance, unfused_and_batched, unfused_and_decode_kernel, uploaded,
@@ -75,7 +75,7 @@ fn a_packed_head_beside_plain_layers_gives_the_bits_of_the_unfused_path() {
         let device = Device::emulator(7);
         let size = PackedSize::of_head(&checkpoint, 1).unwrap();
         assert!(size.is_some(), "the head of {} can be packed", case.name);
-        let kept = Kept { head: size, ..Kept::only(MatrixFormat::Plain) };
+        let kept = WeightStorage { head: size, ..WeightStorage::only(MatrixFormat::Plain) };
         let go_on = &mut |_, _| ControlFlow::Continue(());
         let weights = DeviceWeights::upload(&checkpoint, &device, Some(kept), || Ok(()), go_on).unwrap();
         assert!(weights.packed_head.is_some(), "the packed head of {} is exact", case.name);

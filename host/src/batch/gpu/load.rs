@@ -15,8 +15,8 @@ use crate::cache::KvCache;
 use crate::device::Device;
 use crate::draft::DraftCheckpoint;
 use crate::forward::{Footprint, Forward, HeadWeights};
-use crate::kept::Kept;
 use crate::tuning::layer_bytes;
+use crate::weight_storage::WeightStorage;
 use crate::weights::DeviceWeights;
 use crate::{Error, Progress};
 
@@ -45,7 +45,7 @@ impl LeastDrafter {
         let room = |config| Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows());
         let Footprint { weights, working, .. } = match draft {
             DraftCheckpoint::Model(draft) => {
-                let kept = Kept::of(draft, device).map_err(of_draft)?;
+                let kept = WeightStorage::of(draft, device).map_err(of_draft)?;
                 room(&draft.config).keeping(&draft.config, kept)
             }
             DraftCheckpoint::Eagle3(head) => {
@@ -85,7 +85,7 @@ fn with_draft_rows_for(draft: Option<&DraftCheckpoint>, options: BatchOptions) -
 }
 
 /// What is asked of a card's memory, before anything is loaded.
-struct Room<'a> {
+struct MemoryPlan<'a> {
     config: &'a Config,
     draft: Option<&'a DraftCheckpoint>,
     device: &'a Device,
@@ -94,7 +94,7 @@ struct Room<'a> {
     shortest: usize,
 }
 
-impl Room<'_> {
+impl MemoryPlan<'_> {
     fn sizes(&self, context: usize) -> BatchSizes {
         BatchSizes::new(self.device, context, self.options)
     }
@@ -108,7 +108,7 @@ impl Room<'_> {
     ///
     /// # Errors
     /// Too little memory.
-    fn pages(&self, context: usize, kept: Option<Kept>) -> Result<usize, Error> {
+    fn pages(&self, context: usize, kept: Option<WeightStorage>) -> Result<usize, Error> {
         let Self { config, device, options, .. } = *self;
         let (sizes, drafter) = (self.sizes(context), self.drafter(context)?);
         let least = Footprint::of_room(config, &sizes.room(context.div_ceil(PAGE_TOKENS)), sizes.prompt_rows())
@@ -120,7 +120,7 @@ impl Room<'_> {
         let free = device.free_memory()?.filter(|_| self.draft.is_some() && context > self.shortest);
         let of_drafter = drafter.map_or(0, LeastDrafter::bytes) + free.map_or(0, |free| free / DRAFTER_SHARE);
         let coming = least.weights + of_drafter + GpuBatch::decode_bytes(device);
-        let in_e4m3 = kept.is_some_and(Kept::in_e4m3);
+        let in_e4m3 = kept.is_some_and(WeightStorage::in_e4m3);
         let pages = sizes.pages(config, device, options, in_e4m3, coming)?;
         let tier = sizes.host_pages(config, options, pages)?;
         if device.is_emulator() {
@@ -133,7 +133,7 @@ impl Room<'_> {
 
     /// The longest of these contexts that there is memory for and that takes little of it beside the cache, else the
     /// shortest.
-    fn context(&self, contexts: &[usize], kept: Option<Kept>) -> Result<usize, Error> {
+    fn context(&self, contexts: &[usize], kept: Option<WeightStorage>) -> Result<usize, Error> {
         let working = |context| {
             let sizes = self.sizes(context);
             Footprint::of_room(self.config, &sizes.room(0), sizes.prompt_rows()).working
@@ -167,7 +167,7 @@ impl GpuBatch {
         Forward::check(config)?;
         let options = with_draft_rows_for(draft, options);
         let shortest = *contexts.last().expect("a context");
-        let room = Room { config, draft, device, options: &options, shortest };
+        let room = MemoryPlan { config, draft, device, options: &options, shortest };
         // The format of the weights is chosen for the shortest context: a longer one is no reason for another format.
         let sizes = BatchSizes::new(device, shortest, &options);
         let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| room.pages(shortest, kept))?;
@@ -216,9 +216,9 @@ impl GpuBatch {
         checkpoint: &Checkpoint,
         device: &Device,
         (sizes, options): (&BatchSizes, &BatchOptions),
-        fits: impl Fn(Option<Kept>) -> Result<usize, Error>,
-    ) -> Result<Option<Kept>, Error> {
-        if let Some(coded) = Kept::coded(checkpoint, device)? {
+        fits: impl Fn(Option<WeightStorage>) -> Result<usize, Error>,
+    ) -> Result<Option<WeightStorage>, Error> {
+        if let Some(coded) = WeightStorage::coded(checkpoint, device)? {
             return Ok(Some(if fits(Some(coded)).is_ok() { coded } else { coded.alone() }));
         }
         // Packed weights are quicker only for few rows.
@@ -226,7 +226,7 @@ impl GpuBatch {
         if !are_wanted && fits(None).is_ok() {
             return Ok(None);
         }
-        let Some(packed) = Kept::packed(checkpoint, device)? else { return Ok(None) };
+        let Some(packed) = WeightStorage::packed(checkpoint, device)? else { return Ok(None) };
         // Prompts are quicker with bf16 weights beside the packed ones, which are kept if both leave enough for the
         // cache.
         let is_beside =
@@ -243,7 +243,7 @@ impl GpuBatch {
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
         let config = &draft.config;
-        let kept = Kept::of(draft, device)?;
+        let kept = WeightStorage::of(draft, device)?;
         let weights = DeviceWeights::upload(draft, device, kept, || Ok(()), progress)?;
         let sequences = options.of_drafter(None).sequences.unwrap_or(1) as usize;
         let room = device.free_memory()?.map_or(usize::MAX, |free| {

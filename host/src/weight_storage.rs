@@ -10,7 +10,7 @@ use crate::stream::Stream;
 
 /// How a device keeps a model's matrices, where that is not as bf16 alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub struct WeightStorage {
     /// The format that decode steps read.
     pub format: MatrixFormat,
     /// Whether the bf16 weights of all layers are kept beside it. If not, a layer's bf16 weights are made again
@@ -32,7 +32,7 @@ pub enum MatrixFormat {
     Packed(PackedSize),
 }
 
-impl Kept {
+impl WeightStorage {
     /// How `device` is to keep the matrices of `checkpoint`, by its [options](crate::device::DeviceOptions) and its
     /// free memory. None: as bf16 alone.
     ///
