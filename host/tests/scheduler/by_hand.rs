@@ -661,8 +661,8 @@ fn six_where_four_are_whole(steps: usize, seconds: impl Fn(u32) -> f64) -> Vec<V
 #[test]
 fn sequences_beyond_whole_tiles_are_left_out_in_turns() {
     // Six take twice as long as four.
-    let steps = six_where_four_are_whole(110, |rows| if rows > 4 { 2.0 } else { 1.0 });
-    let steps = &steps[14..];
+    let steps = six_where_four_are_whole(119, |rows| if rows > 4 { 2.0 } else { 1.0 });
+    let steps = &steps[23..];
     assert!(steps.iter().all(|slots| slots.len() == 4), "{steps:?}");
     for three in steps.chunks_exact(3) {
         // Each is left out of one step in three.
