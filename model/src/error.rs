@@ -19,7 +19,8 @@ pub enum Error {
     },
     /// `--model` names a file.
     #[error(
-        "there is no model at `{given}`, which is a file: give the directory that holds config.json and .safetensors files; GGUF files are not read"
+        "there is no model at `{given}`, which is a file: give the directory that holds config.json and .safetensors \
+         files; GGUF files are not read"
     )]
     ModelIsFile {
         /// What the user wrote.

@@ -280,11 +280,15 @@ impl Scheduler {
         plan
     }
 
+    /// The sequences with only their newest token to run, in the order of arrival.
+    fn ready(&self) -> impl Iterator<Item = SequenceId> {
+        self.running.iter().filter(|(_, sequence)| sequence.known.left() == 1).map(|(id, _)| *id)
+    }
+
     /// The sequences that generate in this step, in the order of arrival. If not all that are ready do, others are left
     /// out than in the step before.
     fn generating(&mut self) -> Vec<SequenceId> {
-        let ready = self.running.iter().filter(|(_, sequence)| sequence.known.left() == 1).map(|(id, _)| *id);
-        let ready: Vec<SequenceId> = ready.take(self.limits.generating as usize).collect();
+        let ready: Vec<SequenceId> = self.ready().take(self.limits.generating as usize).collect();
         let count = ready.len();
         let drafts = self.limits.drafts > 0 && self.drafting && count < self.limits.draft_rows as usize;
         // Where pages are short, who came first must not be left out: pages are taken from those who came last.

@@ -30,10 +30,9 @@ pub struct Steps {
 struct Begun {
     /// The sequences whose outcomes it will bring, in order.
     sequences: Vec<SequenceId>,
-    /// How many rows it has, if these are of generating sequences alone.
+    /// How many rows it has, if its time is to be noted: the rows are of generating sequences alone, and the step
+    /// before had not ended when this one was begun. So it takes from that end to its own.
     rows: Option<u32>,
-    /// Whether the step before has not ended when this one is begun. Then it ends a step's time after that.
-    follows: bool,
 }
 
 impl Steps {
@@ -92,7 +91,7 @@ impl Steps {
         }
         let outcomes = backend.end()?;
         let before = std::mem::replace(&mut self.ended, Instant::now());
-        if let Begun { rows: Some(rows), follows: true, .. } = begun {
+        if let Some(rows) = begun.rows {
             self.scheduler.took(rows, (self.ended - before).as_secs_f64());
         }
         let advance = |o: &Outcome| Advance { slot: o.slot, tokens: o.tokens.clone() };
@@ -119,8 +118,8 @@ impl Steps {
         let start = |id| sequences.start(id, self.scheduler.tokens(id).expect("who starts has not ended"));
         let starts: Vec<Start<'_>> = plan.started.iter().map(|started| start(started.sequence)).collect();
         backend.begin(&plan, &starts)?;
-        let rows = plan.only_generates().then_some(plan.work.len() as u32);
-        Ok(Begun { sequences: self.sampling(backend), rows, follows })
+        let rows = (follows && plan.only_generates()).then_some(plan.work.len() as u32);
+        Ok(Begun { sequences: self.sampling(backend), rows })
     }
 
     /// The sequences whose outcomes the last begun step will bring, in order, without those that the backend puts off.

@@ -24,7 +24,11 @@ use crate::quantized::{Quantized, by_code};
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
 /// The rows of those programs that a batch may fill by leaving some sequences out of each step. With fewer rows than
 /// the first, a step takes as long as its weights do.
-pub const FULL_ROWS: [u32; 4] = [128, 192, 256, 384];
+pub const FULL_ROWS: [u32; 4] = {
+    let [_, _, a, b, c, d, _] = PROGRAMS;
+    [a.0 * a.1, b.0 * b.1, c.0 * c.1, d.0 * d.1]
+};
+const _: () = assert!(FULL_ROWS[0] == 128 && FULL_ROWS[3] == 384);
 /// The possible heights of a tile, in rows.
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
 /// The height of the tiles of [`gpu_kernels::gemm`].

@@ -167,16 +167,16 @@ impl GpuBatch {
         Forward::check(config)?;
         let options = with_draft_rows_for(draft, options);
         let shortest = *contexts.last().expect("a context");
-        let room = MemoryPlan { config, draft, device, options: &options, shortest };
+        let memory = MemoryPlan { config, draft, device, options: &options, shortest };
         // The format of the weights is chosen for the shortest context: a longer one is no reason for another format.
         let sizes = BatchSizes::new(device, shortest, &options);
-        let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| room.pages(shortest, kept))?;
-        let context = room.context(contexts, kept)?;
-        room.pages(context, kept)?;
+        let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| memory.pages(shortest, kept))?;
+        let context = memory.context(contexts, kept)?;
+        memory.pages(context, kept)?;
         let of_model = DeviceWeights::bytes(config, kept);
-        let all = of_model + room.drafter(context)?.map_or(0, |drafter| drafter.weights);
+        let all = of_model + memory.drafter(context)?.map_or(0, |drafter| drafter.weights);
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
-        let fits = || room.pages(context, None).map(drop);
+        let fits = || memory.pages(context, None).map(drop);
         let weights = DeviceWeights::upload(checkpoint, device, kept, fits, told)?;
         let of_draft = |error| Error::DraftModel(Box::new(error));
         let told = &mut |done: u64, _: u64| progress((of_model + done).min(all), all);

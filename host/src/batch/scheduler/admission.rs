@@ -19,7 +19,7 @@ impl Scheduler {
         if !self.gathers_prompts() {
             return None;
         }
-        let generating = self.running.values().filter(|sequence| sequence.known.left() == 1).count();
+        let generating = self.ready().count();
         let (count, waiting) = self.prompts_at_hand(|rows, count| {
             rows >= prompt_rows as usize || (self.missed + count) * prompt_share as usize >= generating
         })?;
