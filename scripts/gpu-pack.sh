@@ -22,5 +22,5 @@ du -sh dist/gpu
 cat <<'TEXT'
 Copy the repository, dist/gpu with it, to the machine with the GPU, and there, in its root:
     scripts/gpu-check.sh all       tests, compute-sanitizer, and the comparison with transformers
-See docs/reference/performance.md.
+See CONTRIBUTING.md.
 TEXT

@@ -250,8 +250,8 @@ impl Answer<'_> {
                 statistics.first_token.as_secs_f64()
             ),
         };
-        note(&format!("prompt  {} tokens{cached}, {read}", statistics.prompt_tokens));
-        note(&format!("answer  {} tokens, {:.1} tokens/s; {ended}", statistics.tokens, statistics.decode_rate()));
+        note(&format!("prompt  {}{cached}, {read}", tokens(statistics.prompt_tokens)));
+        note(&format!("answer  {}, {:.1} tokens/s; {ended}", tokens(statistics.tokens), statistics.decode_rate()));
         note(&format!(
             "drafts  {} tried, {} accepted; mean accepted length {:.2} tokens a step",
             statistics.drafted,
@@ -278,8 +278,8 @@ impl Answer<'_> {
             Finish::Interrupted => "; interrupted".to_owned(),
         };
         note(&terminal::dimmed(&format!(
-            "[{} tokens, {:.1} tokens/s, {:.2} a step{ended}]",
-            statistics.tokens,
+            "[{}, {:.1} tokens/s, {:.2} a step{ended}]",
+            tokens(statistics.tokens),
             statistics.decode_rate(),
             statistics.mean_accepted_length()
         )));
@@ -291,6 +291,11 @@ impl Answer<'_> {
         let percent = (statistics.prompt_tokens + statistics.tokens) * 100 / self.context;
         (percent >= 75).then(|| format!("; the context is {percent} % full, /clear empties it"))
     }
+}
+
+/// A number of tokens, in words.
+fn tokens(count: usize) -> String {
+    format!("{count} token{}", if count == 1 { "" } else { "s" })
 }
 
 /// Prints how many steps brought each number of tokens.

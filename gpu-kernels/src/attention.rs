@@ -56,7 +56,8 @@ const WARPS: u32 = 8;
 /// Keys of a warp.
 pub(crate) const WARP_KEYS: u32 = SPLIT / WARPS;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
-const TILES: usize = HEAD_DIM as usize / 8;
+/// Tiles of eight dimensions of a head.
+const DIM_TILES: usize = HEAD_DIM as usize / 8;
 
 /// Parameters of [`attend`] and [`combine`]. [`attend`]: grid (key-value heads, splits, tiles of pairs), shared memory
 /// [`Attend::SHARED_BYTES`]. [`combine`]: grid (query heads, rows), shared memory [`Attend::COMBINE_SHARED_BYTES`]; not
@@ -179,7 +180,7 @@ pub(crate) fn weight(a: f32, b: f32) -> f32 {
 pub(crate) struct WarpAttention {
     /// Weighted sums of values, as the tensor core leaves them: dimensions `8n + 2t` and the next, for both pairs,
     /// where `t = lane % 4`.
-    o: [[f32; 4]; TILES],
+    o: [[f32; 4]; DIM_TILES],
     /// The largest score of each pair.
     top: [f32; 2],
     /// The sum of weights of each pair.
@@ -188,7 +189,7 @@ pub(crate) struct WarpAttention {
 
 impl WarpAttention {
     /// The result for no keys.
-    pub const NOTHING: Self = Self { o: [[0.0; 4]; TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
+    pub const NOTHING: Self = Self { o: [[0.0; 4]; DIM_TILES], top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 }
 
 /// Division by a small number that is known once. The number comes first in memory.
@@ -416,23 +417,13 @@ pub(crate) fn weigh_windows<const N: usize, const HALVES: usize>(
 #[device]
 pub(crate) fn add_values(weights: &SoftmaxWeights, values: impl Fn(usize) -> [[u32; 4]; 4]) -> WarpAttention {
     let mut found = WarpAttention { top: weights.top, norm: weights.norm, ..WarpAttention::NOTHING };
-    add_values_each(weights, values, |n, o| found.o[n] = o);
-    found
-}
-
-/// [`add_values`], tile by tile: `take(n, o)` gets the weighted sums of dimensions `8n + 2t` and the next.
-#[device]
-pub(crate) fn add_values_each(
-    weights: &SoftmaxWeights,
-    values: impl Fn(usize) -> [[u32; 4]; 4],
-    mut take: impl FnMut(usize, [f32; 4]),
-) {
     unroll!(I < 4; {
         let values = values(I);
         unroll!(J < 4; {
-            take(4 * I + J, add_eight(&weights.words, values[J]));
+            found.o[4 * I + J] = add_eight(&weights.words, values[J]);
         });
     });
+    found
 }
 
 /// A lane's part of a warp's keys in shared memory, as [`score_tiles`] takes them. There are keys `0..=last`, whose

@@ -12,8 +12,9 @@
 //! warps 0 to 7   consumers: MMAs and epilogues; they wait at the grid barriers
 //! ```
 //!
-//! Warp 8 passes every grid barrier without stopping. The other producers wait there: what they bring is written in the
-//! phases before.
+//! Warp 8 passes grid barriers without stopping, but for one wait in a phase of attention: before its first item from
+//! the [pool]. With more than 64 rows a tile it also keeps step with the other CTA of its cluster. The other
+//! producers wait at grid barriers: what they bring is written in the phases before.
 //!
 //! # GEMMs
 //! A CTA takes tiles of 128 output features (8 N-tiles) × `ROWS` rows. `ROWS` is 64, 96 or 128; with codes 64 or 128;
@@ -97,6 +98,7 @@ use cuda_std::shared::{self, Shared};
 use cuda_std::tensor::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16, device, thread, warp, wgmma};
 
+use crate::HOPPER_SHARED_BYTES;
 use crate::attention::Attend;
 use crate::embedding::embed_elements;
 use crate::linear::{K_PARTIALS, SLICE};
@@ -200,9 +202,11 @@ impl<const ROWS: u32> Memory<ROWS> {
 // The keys and values of an item of attention, four pages each, are in the ring at once.
 const _: () =
     assert!(Memory::<64>::RING.stages >= 8 && Memory::<96>::RING.stages >= 8 && Memory::<128>::RING.stages >= 8);
-// A CTA of an H100 has at most this much.
-const _: () =
-    assert!(Memory::<64>::BYTES <= 232_448 && Memory::<96>::BYTES <= 232_448 && Memory::<128>::BYTES <= 232_448);
+const _: () = assert!(
+    Memory::<64>::BYTES <= HOPPER_SHARED_BYTES
+        && Memory::<96>::BYTES <= HOPPER_SHARED_BYTES
+        && Memory::<128>::BYTES <= HOPPER_SHARED_BYTES
+);
 
 /// Parameters of [`batched_64`], [`batched_96`], [`batched_128`], and of their variants for other weights. Cooperative.
 /// Grid: at most one CTA an SM, in whole clusters. Shared memory: [`BatchedStep::shared_bytes`].
@@ -501,8 +505,9 @@ unsafe fn batched<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &Bat
 /// The consumers' role: they walk the phases.
 ///
 /// # Safety
-/// All lanes of the eight consumer warps call it, once, when the cluster has synchronised behind barriers and
-/// [`Memory::BEST`]. The other warps synchronise with them at the end.
+/// All lanes of the eight consumer warps call it, once, when the cluster has synchronised behind the barriers, and
+/// these lanes have zeroed [`Memory::BEST`], which is ordered by the barrier at the head of each phase. The other warps
+/// synchronise with them at the end.
 #[device]
 unsafe fn consume<F: BatchedFormat, const ROWS: u32, const TILES: usize>(p: &BatchedStep) {
     // SAFETY: the caller's word.

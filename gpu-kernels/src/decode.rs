@@ -18,6 +18,8 @@
 //! QKV ┃ heads, attention ┃ (combine, where a context has several splits ┃) output ┃ gate, up ┃ down ┃
 //! ```
 //!
+//! With e4m3 weights and several rows, each GEMM has one more: between the making of its input's codes and their use.
+//!
 //! A step of one row has no grid barriers, unless the ring is short: CTAs [exchange](crate::exchange) its activations
 //! as words that carry a sequence flag.
 //!
@@ -29,8 +31,8 @@
 //! code with [`attention`](crate::attention). So this kernel gives the bits of the unfused path, whatever the grid.
 //!
 //! Two warps compute each split-K partial, from two slices of a chunk. Each of the two takes every other N-tile. With a
-//! short ring, and in the kernels for long contexts with plain weights, each takes all N-tiles for 8 of the rows
-//! instead.
+//! short ring, each takes all N-tiles for 8 of the rows instead; so it does in kernels for up to 16 rows where plain
+//! weights are not loaded ahead, which are those for long contexts, and for plain heads beside other layers.
 //!
 //! # Named barriers
 //! A CTA has 16 named barriers. Each group of warps that synchronises by itself has a number of its own:
@@ -51,6 +53,14 @@
 //! that launch's parameter block. Memory is as `p` says, and until the launch ends nobody else writes there, or reads
 //! what the launch writes. All CTAs run at once, since they wait for each other. A `layer` is below the number of
 //! layers, and `count` is the step's rows, at least 1.
+
+/// The numbers of [named barriers](self#named-barriers), the first of several.
+mod barrier {
+    pub const CONSUMERS: u32 = 1;
+    pub const FACTOR: u32 = 2;
+    pub const K_PARTIALS: u32 = 4;
+    pub const WARPGROUPS: u32 = 8;
+}
 
 mod attention;
 mod combine;
@@ -314,7 +324,7 @@ pub enum Mark {
     Attended,
     /// The CTA's share of combining is done.
     Combined,
-    /// The CTAs have passed the grid barrier.
+    /// The CTAs have passed the grid barrier; in a step of one row, the first words of a GEMM's input have come.
     GridBarrier,
 }
 
@@ -379,6 +389,8 @@ impl DecodeStep {
 
     /// Most words of a CTA's trace.
     pub const fn trace_len(layers: u32) -> u32 {
+        // The number of marks; the beginning, the embedding, the head and its barrier. In a layer: four GEMMs with a
+        // barrier each; attention, combining, and a barrier before each.
         5 + 12 * layers
     }
 
@@ -577,9 +589,8 @@ fn give_registers() {
     wgmma::give_registers::<24>();
 }
 
-// A CTA may have 227 KiB of shared memory with compute capability 9.0, and 99 KiB with 12.0. A wave's partial sums fit
-// into scratch memory.
-const _: () = assert!(SHARED_BYTES <= 227 << 10 && SHORT_SHARED_BYTES <= 99 << 10);
+// With compute capability 12.0 a CTA may have 99 KiB of shared memory. A wave's partial sums fit into scratch memory.
+const _: () = assert!(SHARED_BYTES <= crate::HOPPER_SHARED_BYTES && SHORT_SHARED_BYTES <= 99 << 10);
 const _: () = assert!(consumer::PARTIAL_BYTES <= SCRATCH_BYTES);
 const _: () = assert!(SCRATCH.is_multiple_of(1024) && BARRIERS.is_multiple_of(8));
 const _: () = assert!(consumer::ONE_BYTES <= attention::QUERY_BYTES);

@@ -46,6 +46,7 @@
 //! | `gemm_qkv_*` | queries, keys and values: normalised, rotated, put where attention reads ([`qkv`](crate::qkv)) |
 //! | `gemm_write_*` | written in f32 |
 //! | `gemm_swiglu_*` | with half of the tile's features gates and half their ups: `silu(gate) · up`, bf16 |
+//! | `gemm_swiglu_coded_e4m3` | as `gemm_swiglu_*`, in codes with a scale for each group |
 //! | `gemm_add_*` | added to the residual stream, with what the norm that comes next wants |
 //!
 //! While MMAs run, the lanes load into registers what the epilogue needs first.
@@ -80,6 +81,7 @@
 use cuda_std::tensor::{self, TensorMap};
 use cuda_std::{Global, GlobalMut, bf16, bulk, cluster, dependent_launch, device, kernel, thread, warp, wgmma};
 
+use crate::HOPPER_SHARED_BYTES;
 use crate::e4m3::CodedRows;
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::{Norm, Residual};
@@ -218,8 +220,8 @@ impl Gemm {
     }
 }
 
-// A CTA of an H100 has at most this much. The four boxes fit into the place of totals.
-const _: () = assert!(Gemm::shared_bytes(256) <= 232_448 && Gemm::shared_bytes(128) <= 232_448);
+// The four boxes fit into the place of totals.
+const _: () = assert!(Gemm::shared_bytes(256) <= HOPPER_SHARED_BYTES && Gemm::shared_bytes(128) <= HOPPER_SHARED_BYTES);
 const _: () = assert!(4 * BOX_BYTES <= TOTALS_BYTES);
 
 /// Waits until what the launches ahead wrote can be read. Kernels without clusters have no launch beside them.
@@ -385,7 +387,7 @@ kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", 128 gemm_qkv_n128 192 gemm_qkv_n192 256 gemm_qkv_n256
         cluster 2 = 2 x 1 gemm_qkv_2x1 cluster 8 = 4 x 2 gemm_qkv_4x2;
     Write: "`y = x · wᵀ`, sums of each row times its factor.", 128 gemm_write_n128 192 gemm_write_n192 256 gemm_write_n256;
-    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256
+    SwiGlu: "`out = silu(x · gateᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", 256 gemm_swiglu_n256
         cluster 2 = 2 x 1 gemm_swiglu_2x1 cluster 8 = 4 x 2 gemm_swiglu_4x2;
     Add: "The residual stream plus `x · wᵀ`.", 128 gemm_add_n128 256 gemm_add_n256
         cluster 2 = 2 x 1 gemm_add_2x1 cluster 8 = 4 x 2 gemm_add_4x2;

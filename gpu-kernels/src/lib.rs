@@ -8,8 +8,12 @@
 //! The forward pass of one step, in order: [`embedding`]; for each layer [`linear`] (query, key and value), [`qkv`]
 //! (per-head norm, rotary embedding, cache append), [`attention`], [`linear`] (output, into the residual), [`linear`]
 //! (gate and up with SwiGLU) and [`linear`] (down, into the residual); then [`linear`] (the head), [`mask`] if an
-//! answer must have a given form, and [`sample`]. [`norm`] is fused into its neighbours. On Hopper `decode` does all of
-//! that in one launch, and the rows of a prompt run [`gemm`] and [`prefill_attention`].
+//! answer must have a given form, and [`sample`]. [`norm`] is fused into its neighbours. From Hopper on, `decode` does
+//! all of that in one launch. On Hopper, the rows of a prompt run [`gemm`] and [`prefill_attention`].
+//!
+//! Drafts come from [`ngram`], [`draft_model`] and [`eagle`]. [`kv`], [`weights`], [`e4m3`] and [`activations`] are
+//! layouts. [`ring`] and [`exchange`] are the ways in which warps and CTAs hand over data, and [`token_copy`] moves
+//! pages to and from the host.
 //!
 //! [`step`] has what one step hands to the next: the rows to run, and the accepted tokens. [`drafting`] decides how
 //! many of the proposed drafts a step runs, and [`tree`] which nodes of a drafter's tree. [`batch`] has what a step of
@@ -35,6 +39,9 @@ extern crate alloc;
 mod entry_points;
 #[macro_use]
 mod unroll;
+
+/// Most dynamic shared memory of a CTA on Hopper, in bytes.
+pub const HOPPER_SHARED_BYTES: u32 = 227 << 10;
 
 pub(crate) mod activations;
 pub mod attention;

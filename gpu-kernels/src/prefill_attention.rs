@@ -42,7 +42,7 @@ use cuda_std::{Global, GlobalMut, bf16, dependent_launch, device, kernel, math, 
 
 use crate::e4m3::{self, CodedRows};
 use crate::kv::{Cache, HEAD_DIM, PAGE_TOKENS};
-use crate::quad;
+use crate::{quad, waiting};
 
 /// Rows of a tile.
 pub const TILE_ROWS: u32 = 128;
@@ -51,10 +51,13 @@ pub const KEYS: u32 = 128;
 /// Threads of a CTA.
 pub const THREADS: u32 = 384;
 /// Dynamic shared memory of a CTA: the queries, two stages of keys and of values, barriers.
-pub const SHARED_BYTES: u32 = BARRIERS + 9 * 8;
+pub const SHARED_BYTES: u32 = BARRIERS + BARRIER_COUNT * 8;
 
+/// Threads of a warpgroup.
 const GROUP: u32 = 128;
+/// Rows of a warpgroup.
 const GROUP_ROWS: u32 = 64;
+/// Bytes of a row of half of the dimensions, as TMA loads it.
 const ROW_BYTES: u32 = tensor::ROW * 2;
 /// Bytes of a warpgroup's queries: two halves of the dimensions, each 64 rows of 128 bytes. The outputs take their
 /// place at the end.
@@ -62,10 +65,19 @@ const QUERY_BYTES: u32 = 2 * GROUP_ROWS * ROW_BYTES;
 /// Bytes of a block's keys or values: two halves of the dimensions, 128 rows each.
 const STAGE_BYTES: u32 = 2 * KEYS * ROW_BYTES;
 const HALF_STAGE: u32 = STAGE_BYTES / 2;
+/// Stages of the ring of keys, and of that of values.
 const STAGES: u32 = 2;
+// Where things begin, in bytes from the start of shared memory: the queries at 0.
 const KEY_STAGES: u32 = 2 * QUERY_BYTES;
 const VALUE_STAGES: u32 = KEY_STAGES + STAGES * STAGE_BYTES;
 const BARRIERS: u32 = VALUE_STAGES + STAGES * STAGE_BYTES;
+// Numbers of barriers: a ring has one for each stage that says it is full, and one that says it is empty.
+const KEY_BARRIERS: u32 = 0;
+const VALUE_BARRIERS: u32 = 2 * STAGES;
+const QUERIES_FULL: u32 = 4 * STAGES;
+const BARRIER_COUNT: u32 = QUERIES_FULL + 1;
+/// The first of two named barriers, one for each warpgroup that multiplies.
+const WARPGROUP_BARRIERS: u32 = 1;
 const LOG2_E: f32 = core::f32::consts::LOG2_E;
 
 /// Consecutive rows of one sequence: the first row, how many, the sequence, and the first row's position.
@@ -95,7 +107,7 @@ pub const fn pages(address: u64, elements: usize) -> tensor::Matrix {
 }
 
 /// Parameters of [`prefill_attention`] and [`prefill_attention_2x1`]. Grid: (query heads, tiles). Shared memory:
-/// [`SHARED_BYTES`].
+/// [`SHARED_BYTES`]. They may be launched early ([`dependent_launch`]).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, cuda_std::Layout)]
 pub struct PrefillAttention {
@@ -121,36 +133,60 @@ pub struct PrefillAttention {
     pub scale: f32,
 }
 
-/// The ring of keys or that of values: one lane fills its stages, and both warpgroups release them.
+/// The ring of keys or that of values: one lane fills its stages, and both warpgroups release them, in a cluster those
+/// of both CTAs. (The [`ring`](crate::ring) of other kernels has one CTA, and stages that warps release.)
 #[derive(Clone, Copy)]
-struct Ring {
+struct BlockRing {
     stages: u32,
     barriers: u32,
-    turn: u32,
+    /// How many blocks of keys went through the ring before.
+    block: u32,
 }
 
-impl Ring {
+impl BlockRing {
     /// # Safety
-    /// The CTA has [`SHARED_BYTES`]. `stages` and `first_barrier` are those of keys or of values.
+    /// The CTA has [`SHARED_BYTES`].
+    #[device]
+    unsafe fn of_keys() -> Self {
+        // SAFETY: the caller's word.
+        unsafe { Self::new(KEY_STAGES, KEY_BARRIERS) }
+    }
+
+    /// # Safety
+    /// As for [`of_keys`](Self::of_keys).
+    #[device]
+    unsafe fn of_values() -> Self {
+        // SAFETY: the caller's word.
+        unsafe { Self::new(VALUE_STAGES, VALUE_BARRIERS) }
+    }
+
+    /// # Safety
+    /// As for [`of_keys`](Self::of_keys). `stages` and `first_barrier` are those of keys or of values.
     #[device]
     unsafe fn new(stages: u32, first_barrier: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
             let barriers = shared::dynamic::<u64>(BARRIERS + first_barrier * 8);
-            Self { stages: shared::dynamic::<u8>(stages).addr(), barriers: barriers.addr(), turn: 0 }
+            Self { stages: shared::dynamic::<u8>(stages).addr(), barriers: barriers.addr(), block: 0 }
         }
     }
 
+    /// The memory of the block's stage.
+    #[device]
     fn stage_buffer(&self) -> Shared<u8> {
-        Shared::from_raw(self.stages + self.turn % STAGES * STAGE_BYTES)
+        Shared::from_raw(self.stages + self.block % STAGES * STAGE_BYTES)
     }
 
+    /// The barrier whose phase ends when the stage is full.
+    #[device]
     fn full(&self) -> Barrier {
-        Barrier::at(Shared::from_raw(self.barriers + self.turn % STAGES * 8))
+        Barrier::at(Shared::from_raw(self.barriers + self.block % STAGES * 8))
     }
 
+    /// The barrier whose phase ends when the stage is empty.
+    #[device]
     fn empty(&self) -> Barrier {
-        Barrier::at(Shared::from_raw(self.barriers + (STAGES + self.turn % STAGES) * 8))
+        Barrier::at(Shared::from_raw(self.barriers + (STAGES + self.block % STAGES) * 8))
     }
 
     /// Releases the stage, in every CTA whose copies land here. `free` is the first stage's `empty` barrier, in one of
@@ -159,20 +195,23 @@ impl Ring {
     /// # Safety
     /// The lane's warpgroup has waited for the stage, and its MMAs that read it are done. `free` is as said above, of
     /// CTAs that are still there.
+    #[device]
     unsafe fn release(&mut self, free: PeerBarrier, tells: bool) {
         // SAFETY: the caller's word.
-        unsafe { free.at(self.turn % STAGES).arrive_if(tells) };
-        self.turn += 1;
+        unsafe { free.at(self.block % STAGES).arrive_if(tells) };
+        self.block += 1;
     }
 
+    #[device]
     fn parity(&self) -> u32 {
-        self.turn / STAGES % 2
+        self.block / STAGES % 2
     }
 
     /// Makes the barriers, before anyone waits. The warpgroups of `cluster` CTAs release each stage.
     ///
     /// # Safety
     /// One lane of the CTA calls it, once.
+    #[device]
     unsafe fn init(&self, cluster: u32) {
         let mut i = 0;
         while i < STAGES {
@@ -186,11 +225,14 @@ impl Ring {
         }
     }
 
+    /// Waits until the stage is full.
+    ///
     /// # Safety
     /// The barriers were [made](Self::init), and the CTA has synchronised since.
+    #[device]
     unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
-        unsafe { self.full().wait(self.parity()) }
+        unsafe { waiting::for_phase(self.full(), self.parity()) }
     }
 
     /// Waits until the stage is free, and has its barrier expect a whole stage of bytes.
@@ -198,10 +240,11 @@ impl Ring {
     /// # Safety
     /// As for [`wait_full`](Self::wait_full), and the lane is the one that fills. It starts copies of so many bytes
     /// next, or in a cluster its part of them.
+    #[device]
     unsafe fn begin_fill(&self) {
         // SAFETY: the caller's word.
         unsafe {
-            self.empty().wait(self.parity() ^ 1);
+            waiting::for_phase(self.empty(), self.parity() ^ 1);
             self.full().arrive_expect_tx(STAGE_BYTES);
         }
     }
@@ -317,6 +360,7 @@ fn set_weights(weights: &KeyWeights) {
     });
 }
 
+/// Multiplies the outputs of the lane's two rows by a factor each.
 #[device]
 fn scale_outputs(factors: [f32; 2]) {
     groups!(G; {
@@ -350,15 +394,15 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             let at = [head * HEAD_DIM + half * tensor::ROW, tile.row + group * GROUP_ROWS];
             tensor::load(to, p.q, at, queries_full);
         });
-        let mut keys = Ring::new(KEY_STAGES, 0);
-        let mut values = Ring::new(VALUE_STAGES, 4);
+        let mut keys = BlockRing::of_keys();
+        let mut values = BlockRing::of_values();
         let last_page = (tile.position + tile.rows - 1) / PAGE_TOKENS;
         // The number of a page of a head among all pages of all heads. The last block of keys may lack its second page:
         // it gets the first again, and the keys there are masked.
         let block_of = |page: u32| p.cache.block_index(tile.sequence, page.min(last_page), kv_head);
         // In a cluster this CTA loads every other page, for both CTAs.
         let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
-        let load = |ring: &mut Ring, block: u32, kind: u32| {
+        let load = |ring: &mut BlockRing, block: u32, kind: u32| {
             ring.begin_fill();
             let mut page = rank;
             while page < 2 {
@@ -374,7 +418,7 @@ unsafe fn produce<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
                 });
                 page += CLUSTER;
             }
-            ring.turn += 1;
+            ring.block += 1;
         };
         let mut block = 0;
         while block <= blocks {
@@ -416,8 +460,8 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
         let own = shared::dynamic::<u8>(group * QUERY_BYTES);
         let queries = Operand::at(own);
-        let mut keys = Ring::new(KEY_STAGES, 0);
-        let mut values = Ring::new(VALUE_STAGES, 4);
+        let mut keys = BlockRing::of_keys();
+        let mut values = BlockRing::of_values();
         // Lane `i` of a warpgroup tells CTA `i` of the cluster that a stage is free: that CTA's copies land here too.
         let in_group = thread::thread_idx_x() % GROUP;
         let peer = if CLUSTER > 1 { in_group % CLUSTER } else { 0 };
@@ -431,7 +475,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let scale = p.scale * LOG2_E;
         let mut running = Running { top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 
-        queries_full.wait(0);
+        waiting::for_phase(queries_full, 0);
         keys.wait_full();
         wgmma::fence();
         begin_scores(queries, Operand::at(keys.stage_buffer()));
@@ -466,55 +510,85 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
             pairs + warp::shuffle_xor(pairs, 2)
         });
         scale_outputs(norm.map(|norm| 1.0 / norm));
-        // Outputs go through shared memory, in place of the warpgroup's queries, so that stores cover whole cache
-        // lines.
-        let row_len = (p.q_heads * HEAD_DIM) as usize;
         if p.codes.codes.is_null() {
-            unroll!(B < 4; {
-                unroll!(R < 2; {
-                    let offset = swizzled((row + 8 * R as u32) * ROW_BYTES + (B as u32 % 2 * 4 + lane % 4) * 16);
-                    own.at((offset + B as u32 / 2 * (QUERY_BYTES / 2)) as usize).store16(0, quarter_words!(B, R));
-                });
-            });
-            thread::sync_named(1 + group, GROUP);
-            // A warp stores two rows of 256 bytes at a time.
-            let (half_row, piece) = (lane / 16, lane % 16);
-            let out = p.out.at((head * HEAD_DIM + piece * 8) as usize);
-            unroll!(I < 8; {
-                let line = warp * 16 + I as u32 * 2 + half_row;
-                let row = group * GROUP_ROWS + line;
-                let offset = swizzled(line * ROW_BYTES + piece % 8 * 16) + piece / 8 * (QUERY_BYTES / 2);
-                let words = own.at(offset as usize).load16(0);
-                if row < tile.rows {
-                    out.store16((tile.row + row) as usize * row_len, words);
-                }
-            });
+            put_rows(p, tile, head, own);
         } else {
-            unroll!(R < 2; {
-                let quarters = [quarter_words!(0, R), quarter_words!(1, R), quarter_words!(2, R), quarter_words!(3, R)];
-                let mut most = 0;
-                unroll!(B < 4; {
-                    let [a, b, c, d] = quarters[B];
-                    most = most.max(e4m3::largest_bits([a, b])).max(e4m3::largest_bits([c, d]));
-                });
-                most = most.max(warp::shuffle_xor(most, 1));
-                most = most.max(warp::shuffle_xor(most, 2));
-                let [scale, inverse] = e4m3::scale_of(f32::from_bits(most));
-                let row = group * GROUP_ROWS + row + 8 * R as u32;
-                let is_there = row < tile.rows;
-                // The four lanes of a row store 32 of its codes at a time.
-                let at = (tile.row + row) as usize * row_len + (head * HEAD_DIM + lane % 4 * 8) as usize;
-                unroll!(B < 4; {
-                    let [a, b, c, d] = quarters[B];
-                    let codes = [e4m3::codes_of_four([a, b], inverse), e4m3::codes_of_four([c, d], inverse)];
-                    p.codes.codes.at(at + B * 32).cast().store_if(is_there, 0, codes);
-                });
-                p.codes.put_scale_if(is_there && lane % 4 == 0, tile.row + row, head * HEAD_DIM, scale);
-            });
+            put_codes(p, tile, head);
         }
     }
 }
 
+/// Stores the outputs of a warpgroup's rows in bf16. They go through `own`, the memory of the warpgroup's queries, so
+/// that stores cover whole cache lines.
+///
+/// # Safety
+/// The warpgroup calls it for its tile, when the upper accumulators hold the outputs and nobody reads `own` any more.
+#[device]
+unsafe fn put_rows(p: &PrefillAttention, tile: Tile, head: u32, own: Shared<u8>) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let group = thread::warp_id() / 4;
+        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        let row = warp * 16 + lane / 4;
+        unroll!(B < 4; {
+            unroll!(R < 2; {
+                let offset = swizzled((row + 8 * R as u32) * ROW_BYTES + (B as u32 % 2 * 4 + lane % 4) * 16);
+                own.at((offset + B as u32 / 2 * (QUERY_BYTES / 2)) as usize).store16(0, quarter_words!(B, R));
+            });
+        });
+        thread::sync_named(WARPGROUP_BARRIERS + group, GROUP);
+        // A warp stores two rows of 256 bytes at a time.
+        let (half_row, piece) = (lane / 16, lane % 16);
+        let out = p.out.at((head * HEAD_DIM + piece * 8) as usize);
+        unroll!(I < 8; {
+            let line = warp * 16 + I as u32 * 2 + half_row;
+            let row = group * GROUP_ROWS + line;
+            let offset = swizzled(line * ROW_BYTES + piece % 8 * 16) + piece / 8 * (QUERY_BYTES / 2);
+            let words = own.at(offset as usize).load16(0);
+            if row < tile.rows {
+                out.store16((tile.row + row) as usize * (p.q_heads * HEAD_DIM) as usize, words);
+            }
+        });
+    }
+}
+
+/// Stores the outputs of a warpgroup's rows as codes, with a scale for each row.
+///
+/// # Safety
+/// The warpgroup calls it for its tile, when the upper accumulators hold the outputs. `p` has codes.
+#[device]
+unsafe fn put_codes(p: &PrefillAttention, tile: Tile, head: u32) {
+    // SAFETY: the caller's word.
+    unsafe {
+        let group = thread::warp_id() / 4;
+        let (lane, warp) = (thread::lane_id(), thread::warp_id() % 4);
+        unroll!(R < 2; {
+            let quarters = [quarter_words!(0, R), quarter_words!(1, R), quarter_words!(2, R), quarter_words!(3, R)];
+            let mut most = 0;
+            unroll!(B < 4; {
+                let [a, b, c, d] = quarters[B];
+                most = most.max(e4m3::largest_bits([a, b])).max(e4m3::largest_bits([c, d]));
+            });
+            most = most.max(warp::shuffle_xor(most, 1));
+            most = most.max(warp::shuffle_xor(most, 2));
+            let [scale, inverse] = e4m3::scale_of(f32::from_bits(most));
+            let row = group * GROUP_ROWS + warp * 16 + lane / 4 + 8 * R as u32;
+            let is_there = row < tile.rows;
+            // The four lanes of a row store 32 of its codes at a time.
+            let at = (tile.row + row) as usize * (p.q_heads * HEAD_DIM) as usize;
+            let at = at + (head * HEAD_DIM + lane % 4 * 8) as usize;
+            unroll!(B < 4; {
+                let [a, b, c, d] = quarters[B];
+                let codes = [e4m3::codes_of_four([a, b], inverse), e4m3::codes_of_four([c, d], inverse)];
+                p.codes.codes.at(at + B * 32).cast().store_if(is_there, 0, codes);
+            });
+            p.codes.put_scale_if(is_there && lane % 4 == 0, tile.row + row, head * HEAD_DIM, scale);
+        });
+    }
+}
+
+/// What a CTA does: makes the barriers, and gives the warps their roles.
+///
 /// # Safety
 /// All threads of every CTA call it, [`THREADS`] of each, in clusters of `CLUSTER` CTAs.
 #[device]
@@ -524,15 +598,11 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
         wgmma::declare();
         dependent_launch::allow_next();
         let head = thread::block_idx_x();
-        let index = thread::grid_dim_y() - 1 - thread::block_idx_y();
-        let [row, rows, sequence, position] = p.tiles.load16(index as usize * 4);
-        let tile = Tile { row, rows, sequence, position };
-        let blocks = (position + rows).div_ceil(KEYS);
-        let queries_full = Barrier::at(shared::dynamic(BARRIERS + 8 * 8));
+        let queries_full = Barrier::at(shared::dynamic(BARRIERS + QUERIES_FULL * 8));
         if thread::thread_idx_x() == 0 {
             queries_full.init(1);
-            Ring::new(KEY_STAGES, 0).init(CLUSTER);
-            Ring::new(VALUE_STAGES, 4).init(CLUSTER);
+            BlockRing::of_keys().init(CLUSTER);
+            BlockRing::of_values().init(CLUSTER);
             bulk::fence_init();
         }
         if CLUSTER > 1 {
@@ -541,6 +611,10 @@ unsafe fn attend<const CLUSTER: u32>(p: &PrefillAttention) {
             thread::sync_threads();
         }
         dependent_launch::wait();
+        let index = thread::grid_dim_y() - 1 - thread::block_idx_y();
+        let [row, rows, sequence, position] = p.tiles.load16(index as usize * 4);
+        let tile = Tile { row, rows, sequence, position };
+        let blocks = (position + rows).div_ceil(KEYS);
         if thread::warp_id() < 8 {
             wgmma::take_registers::<240>();
             consume::<CLUSTER>(p, tile, head, blocks, queries_full);

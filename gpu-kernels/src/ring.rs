@@ -12,9 +12,9 @@
 //! ahead(1)                                                  ahead(1)
 //! ```
 //!
-//! Each turn of the ring ends one phase of each barrier. A wait names the parity of the phase that is to end. Both
+//! Each trip around the ring ends one phase of each barrier. A wait names the parity of the phase that is to end. Both
 //! sides flip theirs when they pass the last stage. A consumer begins with parity 0, so it waits for the first fill. A
-//! producer begins with parity 1: that counts as ended on a fresh barrier, so the first turn finds every stage free.
+//! producer begins with parity 1: that counts as ended on a fresh barrier, so the first trip finds every stage free.
 //!
 //! A phase of a full barrier takes one arrival, and the bytes that the arrival announces (none where the producer
 //! itself writes the stage). A phase of an empty barrier takes as many arrivals as [`init`](Ring::init) was told:
@@ -100,7 +100,7 @@ impl Ring {
         Self { base: Self::base(), shape, stage: 0, parity: 0 }
     }
 
-    /// The first stage, for a producer: in the first turn it finds every stage free.
+    /// The first stage, for a producer: on the first trip it finds every stage free.
     #[device]
     pub fn producer(shape: Shape) -> Self {
         Self { base: Self::base(), shape, stage: 0, parity: 1 }
@@ -356,7 +356,7 @@ impl Ring {
         self
     }
 
-    /// The position `n` stages further, at most one turn.
+    /// The position `n` stages further, at most once around.
     #[device]
     pub const fn ahead(mut self, n: u32) -> Self {
         self.stage += n;

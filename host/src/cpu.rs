@@ -8,10 +8,21 @@ use crate::backend::{Backend, Drafted, PromptProgress, Sequence, Step, common_pr
 use crate::draft::{Draft, DraftCheckpoint, DraftTokens, confirm, learned, masks};
 use crate::drafter::{Drafter, ModelOnHost, NgramOnHost, OnHost, Proposal, Text};
 
-/// What drafts add to a step. With the demo model on two cores, steps of 2, 4 and 8 rows take about 2.9, 3.5 and 4.7
-/// times as long as a step of one row (`benches/examples/cpu_speed.rs`), because they widen the weights first.
+/// What drafts add to a step, as `benches/examples/cpu_speed.rs` measures it. Steps of several rows widen the weights
+/// first.
 pub(crate) const DRAFT_COST: drafting::Cost =
     drafting::Cost { any: drafting::ONE * 13 / 8, each: drafting::ONE * 5 / 16 };
+
+/// Bytes of memory that decoded weights take. Weights that are multiplied as they are stored are mapped, and take none.
+pub(crate) fn decoded_bytes(checkpoint: &Checkpoint) -> u64 {
+    let bytes = checkpoint.cpu_bytes();
+    if bytes == checkpoint.stored_bytes() { 0 } else { bytes }
+}
+
+/// Fails if the form could not be followed up to here.
+pub(crate) fn followed(matcher: &Matcher) -> Result<(), Error> {
+    matcher.check().map_err(|error| Error::FormLost { reason: error.to_string() })
+}
 
 /// Prompt tokens per piece: as many as the forward pass takes through the layers at once.
 const PIECE: usize = 64;
@@ -60,7 +71,7 @@ impl Cpu {
         let of_token = |config: &Config| config.kv_bytes_per_token(size_of::<f32>()) as u64;
         let of_draft = draft.map_or(0, |draft| of_token(draft.config()));
         let wanted = (of_token(&checkpoint.config) + of_draft).saturating_mul(capacity as u64);
-        let memory = memory();
+        let memory = memory().saturating_sub(decoded_bytes(checkpoint));
         if wanted > memory {
             return Err(Error::CpuContextTooLarge { context: capacity, wanted, memory });
         }
@@ -122,7 +133,7 @@ impl Cpu {
         self.cache.truncate(kept);
         states.truncate(states.len() / (drafts.len() + known) * (kept - from));
         self.tell_states(from, &states);
-        self.form.as_ref().map_or(Ok(()), Matcher::check)?;
+        self.form.as_ref().map_or(Ok(()), followed)?;
         Ok(Step { drafted: drafts.len(), by_model: Drafted::default(), finished, tokens })
     }
 

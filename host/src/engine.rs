@@ -98,11 +98,15 @@ impl LoadOptions {
     /// Most tokens of prompt and answer together, for a model of this config.
     ///
     /// # Errors
-    /// [`Error::ContextTooLong`] if the given context is more than the model allows.
+    /// [`Error::ContextTooLong`] if the given context is more than the model allows; [`Error::ContextTooShort`].
     pub fn context_for(&self, config: &Config) -> Result<usize, Error> {
         let most = config.max_position_embeddings;
         let context = self.context.unwrap_or(Self::DEFAULT_CONTEXT.min(most));
-        if context > most { Err(Error::ContextTooLong { context, most }) } else { Ok(context) }
+        match context {
+            0 | 1 => Err(Error::ContextTooShort { context }),
+            _ if context > most => Err(Error::ContextTooLong { context, most }),
+            _ => Ok(context),
+        }
     }
 
     /// The contexts to try for a batch on a card, the longest first. The batch takes the first that memory has room
@@ -140,14 +144,23 @@ pub struct Request {
 }
 
 impl Request {
-    /// Checks everything but the prompt and the length, for a model with a vocabulary of this size.
+    /// Checks everything but the prompt's length, for a model with a vocabulary of this size.
     pub(crate) fn check(&self, vocab_size: usize) -> Result<(), Error> {
+        check_tokens(&self.prompt, vocab_size)?;
         self.sampling.check()?;
         match &self.form {
             Some(_) if self.ignore_end => Err(Error::FormWithoutEnd),
             Some(form) if form.vocab_size() != vocab_size => Err(Error::FormOfAnother),
             _ => Ok(()),
         }
+    }
+}
+
+/// Checks that all tokens are of a vocabulary of this size.
+fn check_tokens(tokens: &[u32], vocab_size: usize) -> Result<(), Error> {
+    match tokens.iter().find(|token| **token as usize >= vocab_size) {
+        Some(&token) => Err(model::Error::TokenOutOfRange { token, vocab_size }.into()),
+        None => Ok(()),
     }
 }
 
@@ -341,9 +354,10 @@ impl Engine {
     /// The logits after each of `tokens`, `[tokens, vocab]`.
     ///
     /// # Errors
-    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], or a device error.
+    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], a token outside the vocabulary, or a device error.
     pub fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
         self.check_length(tokens.len(), self.context())?;
+        check_tokens(tokens, self.checkpoint.config.vocab_size)?;
         self.backend.score(tokens)
     }
 
@@ -362,7 +376,8 @@ impl Engine {
     /// token, which may be empty. Calls it once more at the end if text was held back. Breaking stops the answer.
     ///
     /// # Errors
-    /// A prompt that is empty or does not fit, a setting out of range, or a device error.
+    /// A prompt that is empty, does not fit or has a token outside the vocabulary; a setting out of range; a device
+    /// error.
     pub fn generate(
         &mut self,
         request: &Request,
@@ -526,6 +541,9 @@ mod tests {
         assert_eq!(contexts(None, Some(100)), [8192]);
         assert_eq!(contexts(Some(12_000), Some(100)), [12_000]);
         assert!(asked(Some(50_000)).batch_contexts(&config, None).is_err());
+        for context in [0, 1] {
+            assert!(matches!(asked(Some(context)).context_for(&config), Err(crate::Error::ContextTooShort { .. })));
+        }
     }
 
     #[test]

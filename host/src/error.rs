@@ -105,7 +105,7 @@ pub enum Error {
     },
     /// An array would have more elements than any memory.
     #[error(
-        "{what} would be larger than any memory; use a shorter --context, a smaller --cache-tokens, or fewer --sequences or --rows"
+        "{what} would be larger than any memory; use a shorter --context, a smaller --cache-tokens, or fewer --sequences or --step-rows"
     )]
     TooLarge {
         /// What would be too large.
@@ -145,8 +145,8 @@ pub enum Error {
     },
     /// The keys and values of a context do not fit in the machine's memory.
     #[error(
-        "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {}; use a \
-         shorter --context",
+        "--context {context} needs {} of memory for keys and values on the CPU, and the machine has {} for \
+         them; use a shorter --context",
         gib(*.wanted), gib(*.memory)
     )]
     CpuContextTooLarge {
@@ -154,7 +154,7 @@ pub enum Error {
         context: usize,
         /// Bytes that its keys and values take.
         wanted: u64,
-        /// Bytes of memory of the machine.
+        /// Bytes of memory of the machine, less those of weights that are decoded into it.
         memory: u64,
     },
     /// A batch's cache and host tier do not fit in memory, on the CPU or the emulator.
@@ -268,6 +268,12 @@ pub enum Error {
         context: usize,
         /// The longest context that the model allows.
         most: usize,
+    },
+    /// The context has no room for a prompt and an answer.
+    #[error("a context of {context} has no room for a prompt and an answer; give 2 tokens or more")]
+    ContextTooShort {
+        /// What was asked for.
+        context: usize,
     },
     /// The prompt has no tokens.
     #[error("the prompt is empty; give at least one token of text")]

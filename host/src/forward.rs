@@ -24,7 +24,7 @@ use half::bf16;
 use model::{Config, plan::LayerPlan, rope::RopeTable};
 
 use self::batched::Batched;
-pub use self::batched::FULL_ROWS;
+pub use self::batched::{FULL_ROWS, MOST_PASS_ROWS};
 use self::capacity::pages;
 pub use self::capacity::{Capacity, Footprint};
 use self::coded::Coded;

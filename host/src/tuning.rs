@@ -7,10 +7,10 @@
 
 use std::ops::RangeInclusive;
 
-use gpu_kernels::batched::MAX_BATCHED_ROWS;
 use gpu_kernels::drafting;
 
 use crate::device::Capabilities;
+use crate::forward::MOST_PASS_ROWS;
 use crate::weights::Compact;
 
 /// Most rows of a pass over prompts, which reads every weight once for all of them. The same for all cards, because how
@@ -158,8 +158,13 @@ impl Tuning {
     };
 
     /// NVIDIA H200: the same SMs, with memory that is half as fast again.
-    pub const H200: Self =
-        Self { name: "H200", gemm_rows: 384, packed_from: PackedFrom { pages: 512, mean: 48 }, ..Self::H100 };
+    pub const H200: Self = Self {
+        name: "H200",
+        sequences: 1024,
+        gemm_rows: 384,
+        packed_from: PackedFrom { pages: 512, mean: 48 },
+        ..Self::H100
+    };
 
     /// Every other card. None was measured, so the numbers are cautious.
     pub const OTHER: Self = Self { name: "other cards", sequences: 256, ..Self::H100 };
@@ -182,7 +187,7 @@ impl Tuning {
     }
 }
 
-const _: () = assert!(Tuning::H100.sequences <= MAX_BATCHED_ROWS && Tuning::H100.gemm_rows <= MAX_BATCHED_ROWS);
+const _: () = assert!(Tuning::H100.sequences <= MOST_PASS_ROWS && Tuning::H200.sequences <= MOST_PASS_ROWS);
 
 #[cfg(test)]
 mod tests {
@@ -197,7 +202,7 @@ mod tests {
             clusters: true,
             wgmma: true,
             early_launches: true,
-            shared_bytes: 227 << 10,
+            shared_bytes: gpu_kernels::HOPPER_SHARED_BYTES,
             l2_bytes: 50 << 20,
             sms: 132,
             bytes_per_cycle: Some(12.8),

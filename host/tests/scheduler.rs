@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use host::batch::plan::{SequenceId, Slot};
+use host::batch::plan::{Plan, SequenceId, Slot};
 use host::batch::{Advance, Costs, Limits, Scheduler};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -107,81 +107,135 @@ struct Happened {
 
 /// Runs the case to its end.
 fn run(case: &Case) -> Happened {
-    let Case { limits, costs, requests, stream, foreseen, late, seed } = case.clone();
-    let mut device = Device::new(limits);
-    let mut scheduler = Scheduler::new(limits, costs);
-    let mut rules = Rules::new(limits, costs);
-    let mut coming = requests;
-    coming.sort_by_key(|request| std::cmp::Reverse(request.step));
-    let mut sequences: BTreeMap<SequenceId, Sequence> = BTreeMap::new();
-    // The sequences of `requests` that have come and have not ended.
-    let mut asked: BTreeSet<SequenceId> = BTreeSet::new();
-    let mut random = (0..).map(|i| model::sampling::random(seed, i));
-    let mut random = move |n: usize| (random.next().unwrap_or(0) % n as u64) as usize;
-    // What a foreseen step brings.
-    let mut under_way: Option<Brought> = None;
-    let mut happened = Happened::default();
+    let mut run = Run::new(case);
     for step in 0.. {
-        let mut add = |Request { prompt, length, early, .. }: Request| {
-            let id = scheduler.add(prompt.clone(), length);
-            let end = length.min(prompt.len() + early);
-            sequences.insert(id, Sequence { prompt: prompt.len(), tokens: prompt, length, end, computed: 0 });
-            id
-        };
-        while let Some(request) = coming.pop_if(|request| request.step <= step) {
-            asked.insert(add(request));
-        }
-        if random(4) < stream {
-            let tokens = (1 + random(4)).min(limits.context - 1);
-            let prompt: Vec<u32> = (0..tokens).map(|_| random(3) as u32).collect();
-            let length = (tokens + 1 + random(6)).min(limits.context);
-            add(Request { prompt, length, early: length, step });
-        }
-        asked.retain(|id| sequences.contains_key(id));
-        if asked.is_empty() && coming.is_empty() {
+        run.add_those_of(step);
+        if run.asked.is_empty() && run.coming.is_empty() {
             break;
         }
-        // The sequences that run and are not at their end, as far as that can be foreseen.
-        let goes_on = |id: &SequenceId| sequences.get(id).is_some_and(Sequence::goes_on);
-        let slots = device.slots.iter().map(|(slot, (id, _))| (*slot, *id));
-        let ran: BTreeMap<Slot, SequenceId> = slots.filter(|(_, id)| goes_on(id)).collect();
-        let plan = scheduler.plan();
-        device.prepare(&plan);
-        if let Some(first) = ran.values().min() {
-            assert!(device.slots.values().any(|(id, _)| id == first), "the first in line was preempted");
+        let plan = run.plan();
+        let (brought, put_off) = run.execute(&plan);
+        run.tell(brought, &put_off);
+    }
+    run.end()
+}
+
+/// A case that runs.
+struct Run {
+    case: Case,
+    device: Device,
+    scheduler: Scheduler,
+    rules: Rules,
+    /// The requests that have not come yet, the last one first.
+    coming: Vec<Request>,
+    sequences: BTreeMap<SequenceId, Sequence>,
+    /// The sequences of requests that have come and have not ended.
+    asked: BTreeSet<SequenceId>,
+    /// How many random numbers were drawn.
+    drawn: u64,
+    /// What a foreseen step brings.
+    under_way: Option<Brought>,
+    happened: Happened,
+}
+
+impl Run {
+    fn new(case: &Case) -> Self {
+        let Case { limits, costs, .. } = *case;
+        let mut coming = case.requests.clone();
+        coming.sort_by_key(|request| std::cmp::Reverse(request.step));
+        Self {
+            case: case.clone(),
+            device: Device::new(limits),
+            scheduler: Scheduler::new(limits, costs),
+            rules: Rules::new(limits, costs),
+            coming,
+            sequences: BTreeMap::new(),
+            asked: BTreeSet::new(),
+            drawn: 0,
+            under_way: None,
+            happened: Happened::default(),
         }
-        assert!(!sequences.keys().any(goes_on) || !plan.work.is_empty(), "nothing to do for {sequences:?}");
+    }
+
+    /// A random number below `n`.
+    fn random(&mut self, n: usize) -> usize {
+        self.drawn += 1;
+        (model::sampling::random(self.case.seed, self.drawn - 1) % n as u64) as usize
+    }
+
+    fn add(&mut self, Request { prompt, length, early, .. }: Request) -> SequenceId {
+        let id = self.scheduler.add(prompt.clone(), length);
+        let end = length.min(prompt.len() + early);
+        self.sequences.insert(id, Sequence { prompt: prompt.len(), tokens: prompt, length, end, computed: 0 });
+        id
+    }
+
+    /// Adds the sequences that come before a step.
+    fn add_those_of(&mut self, step: usize) {
+        while let Some(request) = self.coming.pop_if(|request| request.step <= step) {
+            let id = self.add(request);
+            self.asked.insert(id);
+        }
+        if self.random(4) < self.case.stream {
+            let context = self.case.limits.context;
+            let tokens = (1 + self.random(4)).min(context - 1);
+            let prompt: Vec<u32> = (0..tokens).map(|_| self.random(3) as u32).collect();
+            let length = (tokens + 1 + self.random(6)).min(context);
+            self.add(Request { prompt, length, early: length, step });
+        }
+        self.asked.retain(|id| self.sequences.contains_key(id));
+    }
+
+    /// Plans a step, and checks the plan.
+    fn plan(&mut self) -> Plan {
+        // The sequences that run and are not at their end, as far as that can be foreseen.
+        let goes_on = |id: &SequenceId| self.sequences.get(id).is_some_and(Sequence::goes_on);
+        let slots = self.device.slots.iter().map(|(slot, (id, _))| (*slot, *id));
+        let ran: BTreeMap<Slot, SequenceId> = slots.filter(|(_, id)| goes_on(id)).collect();
+        let plan = self.scheduler.plan();
+        self.device.prepare(&plan);
+        if let Some(first) = ran.values().min() {
+            assert!(self.device.slots.values().any(|(id, _)| id == first), "the first in line was preempted");
+        }
+        let has_none = plan.work.is_empty() && self.sequences.keys().any(goes_on);
+        assert!(!has_none, "nothing to do for {:?}", self.sequences);
         for work in &plan.work {
-            let sequence = sequences.get_mut(&device.slots[&work.slot].0).expect("who works has not ended");
+            let id = self.device.slots[&work.slot].0;
+            let sequence = self.sequences.get_mut(&id).expect("who works has not ended");
             let starts = plan.started.iter().any(|started| started.slot == work.slot);
             assert!(starts || sequence.computed == work.start as usize, "{work:?} of {sequence:?}");
             sequence.computed = work.start as usize;
         }
-        let known = sequences.iter().map(|(id, sequence)| (*id, sequence)).filter(|(_, sequence)| sequence.goes_on());
-        rules.check(&Planned { plan: &plan, ran: &ran, sequences: &known.collect(), scheduler: &scheduler });
+        let known = self.sequences.iter().map(|(id, sequence)| (*id, sequence));
+        let known = known.filter(|(_, sequence)| sequence.goes_on()).collect();
+        self.rules.check(&Planned { plan: &plan, ran: &ran, sequences: &known, scheduler: &self.scheduler });
+        plan
+    }
 
+    /// Does the work of a plan. Returns what it brings, and whose choices are put off.
+    fn execute(&mut self, plan: &Plan) -> (Brought, Vec<Slot>) {
         let (mut rows, mut decoding) = (0, 0);
         let mut advances = Vec::new();
         let (mut worked, mut put_off) = (Vec::new(), Vec::new());
         let owed = plan.work.iter().filter(|work| work.samples && work.rows == 1).count() as u32;
         for work in &plan.work {
-            let id = device.slots[&work.slot].0;
+            let id = self.device.slots[&work.slot].0;
             assert!(!worked.contains(&id), "{id} works twice");
             worked.push(id);
-            let Sequence { tokens, prompt, length, computed, .. } = sequences.get_mut(&id).expect("it has not ended");
-            for position in work.start..work.start + work.rows {
-                device.row(work.slot, tokens, *prompt, position as usize);
-            }
             rows += work.rows;
-            *computed = (work.start + work.rows) as usize;
-            assert_eq!(work.samples, *computed == tokens.len());
+            let sequence = self.sequences.get_mut(&id).expect("it has not ended");
+            for position in work.start..work.start + work.rows {
+                self.device.row(work.slot, &sequence.tokens, sequence.prompt, position as usize);
+            }
+            sequence.computed = (work.start + work.rows) as usize;
+            assert_eq!(work.samples, sequence.computed == sequence.tokens.len());
             if !work.samples {
                 assert_eq!(work.most_drafts, 0);
                 continue;
             }
-            if random(8) < late {
+            if self.random(8) < self.case.late {
                 put_off.push(work.slot);
-                *computed -= 1;
+                self.sequences.get_mut(&id).expect("as above").computed -= 1;
                 continue;
             }
             let mut drafts = 0;
@@ -189,54 +243,68 @@ fn run(case: &Case) -> Happened {
                 decoding += 1;
                 // As the drafting operator hands out its budget: each decoding sequence that follows is owed a row.
                 let left = plan.draft_threshold.saturating_sub(rows_of(&advances) + 1 + (owed - decoding));
-                drafts = random(1 + work.most_drafts.min(left) as usize);
+                drafts = self.random(1 + work.most_drafts.min(left) as usize);
             }
-            // Drafts are right up to a point, then wrong.
-            let right = random(1 + drafts);
-            let known = tokens.len();
-            for draft in 0..drafts {
-                let token = next(tokens);
-                tokens.push(if draft < right { token } else { token + 5 });
-                device.row(work.slot, tokens, *prompt, known + draft);
-            }
-            tokens.truncate(known + right);
-            tokens.push(next(tokens));
-            tokens.truncate(*length);
-            *computed = tokens.len() - 1;
-            let brought = tokens[known..].to_vec();
-            advances.push((work.rows == 1, drafts, Advance { slot: work.slot, tokens: brought }));
+            let tokens = self.choose(work.slot, id, drafts);
+            advances.push((work.rows == 1, drafts, Advance { slot: work.slot, tokens }));
         }
         let drafts: u32 = advances.iter().map(|advance| advance.1 as u32).sum();
-        happened.drafted += u64::from(drafts);
+        self.happened.drafted += u64::from(drafts);
+        let limits = &self.case.limits;
         assert!(rows + drafts <= limits.rows, "{rows} + {drafts} rows");
         assert!(drafts == 0 || rows + drafts <= limits.draft_rows, "{rows} rows and {drafts} drafts");
-        assert!(drafts == 0 || under_way.is_none(), "drafts behind tokens that are not known");
-        let lengths = worked.into_iter().map(|id| (id, sequences[&id].tokens.len())).collect();
-        let brought = Brought { advances: advances.into_iter().map(|advance| advance.2).collect(), lengths };
-        if let Some(before) = under_way.take() {
-            happened.foreseen += 1;
-            happened.wasted += before.arrive(&mut scheduler, &mut sequences, false);
+        assert!(drafts == 0 || self.under_way.is_none(), "drafts behind tokens that are not known");
+        let lengths = worked.into_iter().map(|id| (id, self.sequences[&id].tokens.len())).collect();
+        (Brought { advances: advances.into_iter().map(|advance| advance.2).collect(), lengths }, put_off)
+    }
+
+    /// Chooses the next tokens of a sequence, with so many drafts: they are right up to a point, then wrong.
+    fn choose(&mut self, slot: Slot, id: SequenceId, drafts: usize) -> Vec<u32> {
+        let right = self.random(1 + drafts);
+        let Sequence { tokens, prompt, length, computed, .. } = self.sequences.get_mut(&id).expect("it has not ended");
+        let known = tokens.len();
+        for draft in 0..drafts {
+            let token = next(tokens);
+            tokens.push(if draft < right { token } else { token + 5 });
+            self.device.row(slot, tokens, *prompt, known + draft);
         }
-        scheduler.put_off(&put_off);
-        if random(4) < foreseen && scheduler.foresee() {
-            under_way = Some(brought);
+        tokens.truncate(known + right);
+        tokens.push(next(tokens));
+        tokens.truncate(*length);
+        *computed = tokens.len() - 1;
+        tokens[known..].to_vec()
+    }
+
+    /// Tells the scheduler what a step brought, at once or after the next plan.
+    fn tell(&mut self, brought: Brought, put_off: &[Slot]) {
+        if let Some(before) = self.under_way.take() {
+            self.happened.foreseen += 1;
+            self.happened.wasted += before.arrive(&mut self.scheduler, &mut self.sequences, false);
+        }
+        self.scheduler.put_off(put_off);
+        if self.random(4) < self.case.foreseen && self.scheduler.foresee() {
+            self.under_way = Some(brought);
         } else {
-            happened.wasted += brought.arrive(&mut scheduler, &mut sequences, true);
+            self.happened.wasted += brought.arrive(&mut self.scheduler, &mut self.sequences, true);
         }
     }
-    // The sequences that are left of the stream are cancelled.
-    sequences.into_keys().for_each(|id| scheduler.finish(id));
-    assert_eq!((scheduler.pages_in_use(), scheduler.running(), scheduler.waiting()), (0, 0, 0));
-    assert_eq!(scheduler.free_host_pages(), limits.host_pages as usize);
-    let counts = scheduler.counts();
-    Happened {
-        swapped: counts.swapped,
-        dropped: counts.dropped,
-        shared: counts.shared_tokens,
-        restored: counts.restored_tokens,
-        overtakings: rules.overtakings,
-        put_off: counts.put_off,
-        ..happened
+
+    /// Cancels the sequences that are left of the stream, and checks that nothing else is left.
+    fn end(mut self) -> Happened {
+        self.sequences.into_keys().for_each(|id| self.scheduler.finish(id));
+        let scheduler = &self.scheduler;
+        assert_eq!((scheduler.pages_in_use(), scheduler.running(), scheduler.waiting()), (0, 0, 0));
+        assert_eq!(scheduler.free_host_pages(), self.case.limits.host_pages as usize);
+        let counts = scheduler.counts();
+        Happened {
+            swapped: counts.swapped,
+            dropped: counts.dropped,
+            shared: counts.shared_tokens,
+            restored: counts.restored_tokens,
+            overtakings: self.rules.overtakings,
+            put_off: counts.put_off,
+            ..self.happened
+        }
     }
 }
 

@@ -16,6 +16,7 @@ mod compile;
 mod formats;
 mod grammar;
 mod matcher;
+mod recent;
 mod vocabulary;
 
 pub use compile::{Form, Forms};

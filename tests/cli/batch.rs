@@ -161,79 +161,71 @@ fn results_have_openai_s_form() {
     assert_eq!(by_ids["response"]["body"]["usage"], b["response"]["body"]["usage"]);
 }
 
+/// Lines that are wrong, each with the code of its error and a part of the message.
+const WRONG: &[(&[u8], &str, &str)] = &[
+    (b"not json", "invalid_json", "not JSON: something stands there that does not belong there, at column 2"),
+    (b"[1]", "invalid_json", "not a JSON object"),
+    (b"{\"prompt\": \"\xff\"}", "invalid_utf8", "byte 12"),
+    (b"{}", "invalid_request", "`messages` or `prompt`"),
+    (br#"{"prompt": ""}"#, "invalid_request", "prompt is empty"),
+    (br#"{"prompt": []}"#, "invalid_request", "prompt is empty"),
+    (br#"{"messages": []}"#, "invalid_request", "`messages`"),
+    (br#"{"messages": [{"role": "king", "content": "x"}]}"#, "invalid_request", "`role`"),
+    (br#"{"prompt": "x", "messages": []}"#, "invalid_request", "not both"),
+    (br#"{"prompt": [1, 99999999]}"#, "invalid_request", "99999999"),
+    (br#"{"prompt": ["a", "b"]}"#, "invalid_request", "one text"),
+    (br#"{"prompt": "x", "temperature": "hot"}"#, "invalid_request", "`temperature`"),
+    (br#"{"prompt": "x", "temperature": -1}"#, "invalid_request", "temperature"),
+    (br#"{"prompt": "x", "max_tokens": 0}"#, "invalid_request", "`max_tokens`"),
+    (br#"{"prompt": "x", "stop": [""]}"#, "invalid_request", "`stop`"),
+    (br#"{"prompt": "x", "n": 2}"#, "unsupported", "`n`"),
+    (br#"{"prompt": "x", "stream": true}"#, "unsupported", "`stream`"),
+    (br#"{"prompt": "x", "logit_bias": {"5": 1}}"#, "unsupported", "`logit_bias`"),
+    (br#"{"prompt": "x", "temprature": 0}"#, "unsupported", "`temprature` is no known field"),
+    (br#"{"prompt": "x", "frequency_penalty": "much"}"#, "invalid_request", "`frequency_penalty`"),
+    (br#"{"prompt": "x", "tool_choice": "required"}"#, "invalid_request", "`tool_choice`"),
+    (br#"{"prompt": "x", "tools": {"type": "text"}}"#, "invalid_request", "`tools` must be an array"),
+    (
+        br#"{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}"#,
+        "unsupported",
+        "`tools` are for `messages`",
+    ),
+    (br#"{"prompt": "x", "temperature": 0, "temperature": 1}"#, "invalid_request", "`temperature` is there twice"),
+    (br#"{"prompt": "x", "chat_template_kwargs": {"a": 1, "a": 1}}"#, "invalid_request", "`a` is there twice"),
+    (br#"{"prompt": "x", "min_tokens": 2}"#, "unsupported", "`min_tokens`"),
+    (br#"{"prompt": "x", "max_tokens": "5", "max_completion_tokens": 5}"#, "invalid_request", "`max_tokens`"),
+    (
+        br#"{"prompt": "x", "chat_template_kwargs": {}, "max_completion_tokens": 0}"#,
+        "invalid_request",
+        "`max_completion_tokens`",
+    ),
+    (br#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}"#, "invalid_request", "object"),
+    (br#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}}"#, "unsupported", "`a`"),
+    (br#"{"messages": [{"role": "user", "content": "x", "weight": 1}]}"#, "unsupported", "\"weight\" in messages"),
+    (br#"{"prompt": "x", "top_logprobs": 2}"#, "invalid_request", "`top_logprobs`"),
+    (br#"{"body": {"prompt": "x"}, "max_tokens": 2}"#, "invalid_request", "`max_tokens` stands beside `body`"),
+    (br#"{"body": {"prompt": "x", "custom_id": "a"}}"#, "invalid_request", "`custom_id` stands in `body`"),
+    (br#"{"prompt": "x", "logprobs": 50}"#, "invalid_request", "20"),
+    (br#"{"custom_id": 7, "prompt": "x"}"#, "invalid_request", "`custom_id`"),
+    (br#"{"method": "GET", "url": "/v1/completions", "body": {"prompt": "x"}}"#, "invalid_request", "POST"),
+    (br#"{"method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}"#, "unsupported", "`url`"),
+    (br#"{"method": "POST", "url": "/v1/chat/completions", "body": {"prompt": "x"}}"#, "invalid_request", "`messages`"),
+    (br#"{"custom_id": "twice", "prompt": "y"}"#, "duplicate_custom_id", "line 2"),
+];
+
 #[test]
 fn what_is_wrong_with_a_line_is_said_and_the_rest_runs() {
+    // Longer than the context of the run.
     let long = json!({"prompt": "word ".repeat(5000)}).to_string();
-    let cases: &[(&[u8], &str, &str)] = &[
-        (b"not json", "invalid_json", "not JSON: something stands there that does not belong there, at column 2"),
-        (b"[1]", "invalid_json", "not a JSON object"),
-        (b"{\"prompt\": \"\xff\"}", "invalid_utf8", "byte 12"),
-        (b"{}", "invalid_request", "`messages` or `prompt`"),
-        (br#"{"prompt": ""}"#, "invalid_request", "prompt is empty"),
-        (br#"{"prompt": []}"#, "invalid_request", "prompt is empty"),
-        (br#"{"messages": []}"#, "invalid_request", "`messages`"),
-        (br#"{"messages": [{"role": "king", "content": "x"}]}"#, "invalid_request", "`role`"),
-        (br#"{"prompt": "x", "messages": []}"#, "invalid_request", "not both"),
-        (br#"{"prompt": [1, 99999999]}"#, "invalid_request", "99999999"),
-        (br#"{"prompt": ["a", "b"]}"#, "invalid_request", "one text"),
-        (long.as_bytes(), "context_length_exceeded", "context holds 128"),
-        (br#"{"prompt": "x", "temperature": "hot"}"#, "invalid_request", "`temperature`"),
-        (br#"{"prompt": "x", "temperature": -1}"#, "invalid_request", "temperature"),
-        (br#"{"prompt": "x", "max_tokens": 0}"#, "invalid_request", "`max_tokens`"),
-        (br#"{"prompt": "x", "stop": [""]}"#, "invalid_request", "`stop`"),
-        (br#"{"prompt": "x", "n": 2}"#, "unsupported", "`n`"),
-        (br#"{"prompt": "x", "stream": true}"#, "unsupported", "`stream`"),
-        (br#"{"prompt": "x", "logit_bias": {"5": 1}}"#, "unsupported", "`logit_bias`"),
-        (br#"{"prompt": "x", "temprature": 0}"#, "unsupported", "`temprature` is no known field"),
-        (br#"{"prompt": "x", "frequency_penalty": "much"}"#, "invalid_request", "`frequency_penalty`"),
-        (br#"{"prompt": "x", "tool_choice": "required"}"#, "invalid_request", "`tool_choice`"),
-        (br#"{"prompt": "x", "tools": {"type": "text"}}"#, "invalid_request", "`tools` must be an array"),
-        (
-            br#"{"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}"#,
-            "unsupported",
-            "`tools` are for `messages`",
-        ),
-        (br#"{"prompt": "x", "temperature": 0, "temperature": 1}"#, "invalid_request", "`temperature` is there twice"),
-        (br#"{"prompt": "x", "chat_template_kwargs": {"a": 1, "a": 1}}"#, "invalid_request", "`a` is there twice"),
-        (br#"{"prompt": "x", "min_tokens": 2}"#, "unsupported", "`min_tokens`"),
-        (br#"{"prompt": "x", "max_tokens": "5", "max_completion_tokens": 5}"#, "invalid_request", "`max_tokens`"),
-        (
-            br#"{"prompt": "x", "chat_template_kwargs": {}, "max_completion_tokens": 0}"#,
-            "invalid_request",
-            "`max_completion_tokens`",
-        ),
-        (
-            br#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}"#,
-            "invalid_request",
-            "object",
-        ),
-        (
-            br#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}}"#,
-            "unsupported",
-            "`a`",
-        ),
-        (br#"{"messages": [{"role": "user", "content": "x", "weight": 1}]}"#, "unsupported", "\"weight\" in messages"),
-        (br#"{"prompt": "x", "top_logprobs": 2}"#, "invalid_request", "`top_logprobs`"),
-        (br#"{"body": {"prompt": "x"}, "max_tokens": 2}"#, "invalid_request", "`max_tokens` stands beside `body`"),
-        (br#"{"body": {"prompt": "x", "custom_id": "a"}}"#, "invalid_request", "`custom_id` stands in `body`"),
-        (br#"{"prompt": "x", "logprobs": 50}"#, "invalid_request", "20"),
-        (br#"{"custom_id": 7, "prompt": "x"}"#, "invalid_request", "`custom_id`"),
-        (br#"{"method": "GET", "url": "/v1/completions", "body": {"prompt": "x"}}"#, "invalid_request", "POST"),
-        (br#"{"method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}"#, "unsupported", "`url`"),
-        (
-            br#"{"method": "POST", "url": "/v1/chat/completions", "body": {"prompt": "x"}}"#,
-            "invalid_request",
-            "`messages`",
-        ),
-        (br#"{"custom_id": "twice", "prompt": "y"}"#, "duplicate_custom_id", "line 2"),
-    ];
+    let long = (long.as_bytes(), "context_length_exceeded", "context holds 128");
+    let cases: Vec<_> = WRONG.iter().copied().chain([long]).collect();
     let good =
         br#"{"custom_id": "twice", "prompt": "x", "max_tokens": 2.0, "frequency_penalty": 0, "tools": [], "user": "me",
         "response_format": {"type": "text"}, "tool_choice": "auto", "stream": false, "temperature": null}"#;
     let good = &String::from_utf8_lossy(good).replace('\n', "").into_bytes();
     // A mark of the encoding and a blank line at the start: numbers are those of the file.
     let mut requests = [b"\xef\xbb\xbf\n", &good[..], b"\n"].concat();
-    for (line, ..) in cases {
+    for (line, ..) in &cases {
         requests.extend_from_slice(line);
         requests.push(b'\n');
     }
@@ -409,6 +401,8 @@ fn several_devices_share_the_requests() {
     let summary = json_of(&mut folder.batch("both.jsonl", &both));
     assert_eq!(summary["devices"], "CPU, CPU", "{summary}");
     folder.batch("x.jsonl", &["--devices", "cpu,gpu"]).assert().code(2);
+    let run = folder.batch("x.jsonl", &["--devices", "cuda,cuda:0"]).assert().code(2);
+    run.stderr(predicate::str::contains("cuda:0 is there twice"));
     if host::device::cards().expect("the driver answers").is_empty() {
         let run = folder.batch("x.jsonl", &["--devices", "all"]).assert().code(1);
         run.stderr(predicate::str::contains("no CUDA card"));

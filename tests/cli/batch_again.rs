@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use assert_cmd::assert::OutputAssertExt;
 use predicates::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::batch::{Folder, results, short};
 use crate::{binary, golden, json_of, warpdraft};
@@ -242,6 +242,40 @@ fn ctrl_c_ends_it_whole_and_it_goes_on() {
     assert_eq!(folder.results("results.jsonl").len(), 200);
 }
 
+/// A pipe holds nothing that a run could go on behind.
+#[cfg(unix)]
+#[test]
+fn a_run_is_said_to_go_on_only_where_it_can() {
+    let folder = Folder::with(&short(200));
+    let made = Command::new("mkfifo").arg(folder.path("pipe")).status();
+    assert!(made.expect("mkfifo runs").success());
+    for (name, goes_on) in [("pipe", false), ("results.jsonl", true)] {
+        let child = Command::new(binary())
+            .args(["batch", "requests.jsonl", "-o", name, "--device", "cpu", "--sequences", "4"])
+            .env_remove("WARPDRAFT_MODEL")
+            .current_dir(folder.path(""))
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary starts");
+        // A pipe opens once the run does, and has bytes once there is a result.
+        let mut reader = None;
+        if goes_on {
+            wait_until(|| std::fs::metadata(folder.path(name)).is_ok_and(|m| m.len() > 0));
+        } else {
+            let mut pipe = std::fs::File::open(folder.path(name)).unwrap();
+            pipe.read_exact(&mut [0]).unwrap();
+            reader = Some(std::thread::spawn(move || std::io::copy(&mut pipe, &mut std::io::sink())));
+        }
+        assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(130) && told.contains(" answered, 0 refused"), "{told}");
+        assert_eq!(told.contains("the same command goes on"), goes_on, "{name}: {told}");
+        reader.map(|reader| reader.join().unwrap().unwrap());
+    }
+}
+
 #[test]
 fn a_full_disk_is_said_and_it_goes_on() {
     let folder = Folder::with(&short(60));
@@ -249,16 +283,21 @@ fn a_full_disk_is_said_and_it_goes_on() {
     // anywhere.
     for name in ["results.jsonl", "results.jsonl.gz"] {
         let blocks = if name.ends_with("gz") { 1 } else { 8 };
-        let script =
-            format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" batch requests.jsonl -o {name} --device cpu -q");
+        let script = format!(
+            "trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" batch requests.jsonl -o {name} --device cpu -q --json"
+        );
         let run =
             Command::new("bash").args(["-c", &script]).arg(binary()).current_dir(folder.path("")).assert().code(1);
-        run.stderr(
+        let run = run.stderr(
             predicate::str::contains(format!("cannot write to {name}"))
                 .and(predicate::str::contains("make room, and the same command goes on")),
         );
         let done = results(&unpacked(&folder.path(name))).len();
         assert!(done < 60, "the limit was not met");
+        // What could not be written is not said to be there.
+        let summary: Value = serde_json::from_slice(&run.get_output().stdout).unwrap();
+        assert_eq!(summary["requests"], json!({"answered": done, "refused": 0, "done_before": 0}));
+        assert!(summary["not_written"].as_u64().unwrap() > 0, "{summary}");
         let summary = json_of(&mut folder.batch(name, &["--json"]));
         assert_eq!(summary["requests"], json!({"answered": 60 - done, "refused": 0, "done_before": done}));
         assert_eq!(results(&unpacked(&folder.path(name))).len(), 60);

@@ -110,6 +110,9 @@ fn requests() -> String {
         prompt(json!({"guided_json": {"type": "array", "uniqueItems": true}})),
         prompt(json!({"guided_regex": "a", "tool_choice": "required"})),
         prompt(json!({"response_format": {"type": "json_object"}, "ignore_eos": true})),
+        // Empty, and yet forms: any JSON, and a choice of nothing.
+        prompt(json!({"guided_json": {}, "max_tokens": 3})),
+        prompt(json!({"guided_choice": []})),
     ]
     .concat()
 }
@@ -137,6 +140,8 @@ fn requests_of_a_batch_say_the_form_as_openai_and_vllm_do() {
     let is_whole = choice(9)["finish_reason"] == "stop";
     assert!(tokens > 5 && (!is_whole || ["cat", "dog"].contains(&text_of(&results[&9]))), "{}", results[&9]);
     assert_eq!(choice(10)["finish_reason"], "length");
+    let json = text_of(&results[&14]).trim_start();
+    assert!(json.starts_with(['{', '[', '"', '-', 't', 'f', 'n']) || json.starts_with(|c: char| c.is_ascii_digit()));
     for (line, code, part) in [
         (
             11,
@@ -145,6 +150,7 @@ fn requests_of_a_batch_say_the_form_as_openai_and_vllm_do() {
         ),
         (12, "invalid_request", "`tool_choice`"),
         (13, "invalid_request", "ends where the form does"),
+        (15, "unsupported_form", "`guided_choice`: the form of the answer cannot be followed: a choice needs one text"),
     ] {
         let error = &results[&line]["error"];
         assert_eq!(error["code"], code, "{error}");

@@ -14,6 +14,8 @@ fn the_demo_is_described() {
         "layers             6",
         "4 query, 2 key-value, of size 128",
         "temperature 0.7",
+        "memory on the CPU, for as many tokens: ",
+        "of weights, mapped from the files; 48.0 MiB of keys and values, 12 KiB a token)",
         "cards",
         "at most 16 query heads",
     ] {
@@ -37,6 +39,10 @@ fn json_has_the_figures() {
     assert!(working > 1000 * 6144);
     assert_eq!(memory["total_bytes"], weights + working);
     assert_eq!(json.get("tensors"), None);
+    let cpu = &json["cpu"];
+    assert_eq!(cpu["weight_bytes"], json["stored_bytes"], "as they are stored");
+    assert_eq!(cpu["kv_bytes_per_token"], 2 * 6144, "f32");
+    assert_eq!(cpu["total_bytes"], json["stored_bytes"].as_u64().unwrap() + 1000 * 2 * 6144);
 }
 
 #[test]

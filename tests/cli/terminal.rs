@@ -368,42 +368,54 @@ fn thoughts_are_dimmed_at_a_terminal_and_never_with_no_color() {
     assert_eq!((&piped["content"], &piped["cut_off"]["by"]), (&"".into(), &"max_tokens".into()));
 }
 
+/// A model, with this template, that fails at some tokens.
+struct Fragile(Broken);
+
+impl Fragile {
+    const WEIGHTS: &str = "model.safetensors";
+    /// Bytes of a token's features.
+    const ROW: usize = 128 * 2;
+
+    fn new(template: &str) -> Self {
+        let model = Broken::copy_of("separate_llama_bf16");
+        std::fs::write(model.file("chat_template.jinja"), template).unwrap();
+        // No token has feature 0 yet, and the MLP makes it huge.
+        model.edit_tensor(Self::WEIGHTS, "model.embed_tokens.weight", |data| {
+            data.chunks_exact_mut(Self::ROW).for_each(|features| features[..2].fill(0));
+        });
+        model.edit_tensor(Self::WEIGHTS, "model.layers.0.self_attn.o_proj.weight", |data| {
+            let inputs = data.len() / 128;
+            data[..inputs].fill(0);
+        });
+        model.edit_tensor(Self::WEIGHTS, "model.layers.0.mlp.up_proj.weight", |data| {
+            data.chunks_exact_mut(Self::ROW).for_each(|inputs| inputs[..2].copy_from_slice(&0x7f00_u16.to_le_bytes()));
+        });
+        Self(model)
+    }
+
+    /// Whether this token makes infinity of the model's numbers.
+    fn fail_at(&self, token: usize, fails: bool) {
+        let value = half::bf16::from_f32(if fails { 9.0 } else { 0.0 }).to_le_bytes();
+        self.0.edit_tensor(Self::WEIGHTS, "model.embed_tokens.weight", |data| {
+            data[token * Self::ROW..][..2].copy_from_slice(&value);
+        });
+    }
+}
+
 /// A token in the middle of a thought makes infinity of the model's numbers.
 #[test]
 fn an_error_ends_a_thought_and_is_not_dimmed_itself() {
-    let model = Broken::copy_of("separate_llama_bf16");
-    let template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n";
-    std::fs::write(model.file("chat_template.jinja"), template).unwrap();
-    let weights = "model.safetensors";
-    // Feature 0 is that of one token alone, and the MLP makes it huge.
-    let row = 128 * 2;
-    model.edit_tensor(weights, "model.embed_tokens.weight", |data| {
-        data.chunks_exact_mut(row).for_each(|features| features[..2].fill(0));
-    });
-    model.edit_tensor(weights, "model.layers.0.self_attn.o_proj.weight", |data| {
-        let inputs = data.len() / 128;
-        data[..inputs].fill(0);
-    });
-    model.edit_tensor(weights, "model.layers.0.mlp.up_proj.weight", |data| {
-        data.chunks_exact_mut(row).for_each(|inputs| inputs[..2].copy_from_slice(&0x7f00_u16.to_le_bytes()));
-    });
-    let args = ["generate", "--model", model.path(), "--chat", "--temperature", "2", "--seed", "1", "--ignore-eos"];
+    let model = Fragile::new("{% for m in messages %}{{ m.content }}{% endfor %}<think>\n");
+    let args = ["generate", "--model", model.0.path(), "--chat", "--temperature", "2", "--seed", "1", "--ignore-eos"];
     let args = [&args[..], &["--draft", "none", "--max-tokens", "16", "hm"]].concat();
     let said = crate::json_of(crate::warpdraft(&args).arg("--json"));
     let tokens: Vec<usize> =
         said["tokens"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as usize).collect();
     let is_new = |at: &usize| !tokens[..*at].contains(&tokens[*at]);
     let shown = (4..tokens.len()).filter(is_new).find_map(|at| {
-        let feature = tokens[at] * row;
-        let set = |value: f32| {
-            let value = half::bf16::from_f32(value).to_le_bytes();
-            model.edit_tensor(weights, "model.embed_tokens.weight", |data| {
-                data[feature..feature + 2].copy_from_slice(&value);
-            });
-        };
-        set(9.0);
+        model.fail_at(tokens[at], true);
         let (status, bytes) = Terminal::start(&args, &[]).end();
-        set(0.0);
+        model.fail_at(tokens[at], false);
         assert_eq!(status.code(), Some(1), "{bytes:?}");
         // Otherwise the token is in the prompt, too.
         bytes.contains("\x1b[2m").then_some(bytes)
@@ -412,6 +424,35 @@ fn an_error_ends_a_thought_and_is_not_dimmed_itself() {
     let (before, error) = shown.split_once("warpdraft: ").expect("an error");
     assert!(error.contains("NaN or infinity"), "{shown:?}");
     assert!(before.rfind("\x1b[0m") > before.rfind("\x1b[2m"), "{shown:?}");
+}
+
+/// The template refuses one turn, and the model's numbers overflow in another.
+#[test]
+fn a_conversation_goes_on_behind_a_turn_that_failed() {
+    let template = "{% if messages[0].content != 'Hello' %}{{ raise_exception('the beginning is lost') }}{% endif %}\
+                    {% for m in messages %}{{ m.content }}{% endfor %}\
+                    {% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}";
+    let model = Fragile::new(template);
+    let checkpoint = model::Checkpoint::open(Path::new(model.0.path())).unwrap();
+    let &[token] = checkpoint.tokenizer.encode("~").unwrap().as_slice() else { panic!("one token") };
+    model.fail_at(token as usize, true);
+    let mut chat = Terminal::chat(&["--model", model.0.path()]);
+    chat.press("Hello\r");
+    chat.answered(1);
+    for (turn, said) in [("no", "fails: not that"), ("~", "NaN or infinity")] {
+        chat.press(&format!("{turn}\r"));
+        chat.wait("the error", |screen| screen.replace('\n', "").contains(said) && screen.ends_with('>'));
+    }
+    chat.press("Good\r");
+    let shown = chat.answered(2);
+    assert!(!shown.contains("is lost"), "{shown}");
+    chat.press(CTRL_D);
+    assert_eq!(chat.end().0.code(), Some(0));
+
+    // A script ends there.
+    let args = [CHAT, &["--model", model.0.path(), "--json"]].concat();
+    let run = crate::warpdraft(&args).write_stdin("Hello\nno\nGood\n").output().unwrap();
+    assert_eq!((run.status.code(), run.stdout.iter().filter(|byte| **byte == b'\n').count()), (Some(1), 1));
 }
 
 #[test]

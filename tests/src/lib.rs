@@ -370,10 +370,10 @@ impl Company {
         self.read()
     }
 
-    /// That a step of many sequences finds the best tokens of these logits. In e4m3 alone: its head is a launch of its
-    /// own, and what the rows before had found counts no more.
+    /// That a step of many sequences finds the best tokens of these logits. Only where the head is a launch of its own,
+    /// in e4m3 and with more rows than a launch takes: what the rows before had found must count no more.
     fn check_best(&self, logits: &[f32]) -> Result<(), host::Error> {
-        if !self.in_e4m3 {
+        if !self.in_e4m3 && self.count <= gpu_kernels::batched::MAX_BATCHED_ROWS as usize {
             return Ok(());
         }
         for rows in [&self.reversed, &self.listed] {

@@ -1,5 +1,6 @@
 //! The arguments of `batch`.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use clap::{Subcommand, ValueHint};
@@ -65,7 +66,8 @@ pub struct BatchArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Batch (changes the speed, never the text)")]
 pub struct SizeArgs {
-    /// Most requests that are answered at once, up to 512 [default: 512 on Hopper, else 256; 32 on the CPU]
+    /// Most requests that are answered at once, up to 1024 [default: 1024 on an H200, 512 on an H100, else 256; 32 on
+    /// the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=i64::from(BatchOptions::MOST_SEQUENCES)))]
     pub sequences: Option<u32>,
@@ -129,10 +131,26 @@ pub enum Devices {
 }
 
 fn devices(text: &str) -> Result<Devices, String> {
-    match text {
-        "all" => Ok(Devices::All),
-        list => list.split(',').map(str::parse).collect::<Result<_, _>>().map(Devices::These),
+    if text == "all" {
+        return Ok(Devices::All);
     }
+    let (mut devices, mut cards) = (Vec::new(), HashMap::new());
+    for name in text.split(',') {
+        let device = name.parse()?;
+        let card = match device {
+            DeviceChoice::Auto => Some(0),
+            DeviceChoice::Cuda(number) => Some(number),
+            DeviceChoice::Cpu | DeviceChoice::Emulator => None,
+        };
+        // A card has memory for one model and its cache.
+        if let Some(card) = card
+            && let Some(other) = cards.insert(card, name)
+        {
+            return Err(format!("cuda:{card} is there twice, as {other} and {name}; name each card once"));
+        }
+        devices.push(device);
+    }
+    Ok(Devices::These(devices))
 }
 
 fn shard(text: &str) -> Result<Shard, String> {
@@ -144,5 +162,28 @@ fn shard(text: &str) -> Result<Shard, String> {
             Err(format!("the first number must be less than the second; shares count from 0 to {count} - 1"))
         }
         None => Err("it must be two numbers, as in 0/4".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_card_of_a_list_is_there_once() {
+        let these = |devices: &[DeviceChoice]| Ok(Devices::These(devices.to_vec()));
+        assert_eq!(devices("all"), Ok(Devices::All));
+        assert_eq!(devices("cuda,cuda:2"), these(&[DeviceChoice::Cuda(0), DeviceChoice::Cuda(2)]));
+        // These have no memory of their own that could be full.
+        assert_eq!(devices("cpu,cpu"), these(&[DeviceChoice::Cpu; 2]));
+        for (list, said) in [
+            ("cuda:1,cuda:1", "cuda:1 is there twice, as cuda:1 and cuda:1"),
+            ("cuda,cuda:1,cuda:0", "cuda:0 is there twice, as cuda and cuda:0"),
+            ("cuda:0,auto", "cuda:0 is there twice, as cuda:0 and auto"),
+        ] {
+            let error = devices(list).unwrap_err();
+            assert!(error.contains(said) && error.ends_with("name each card once"), "{list}: {error}");
+        }
+        assert!(devices("cuda:0,gpu").is_err());
     }
 }

@@ -57,6 +57,7 @@ struct Findings {
     chat_template: Option<bool>,
     generation: Option<Generation>,
     memory: Memory,
+    cpu: CpuMemory,
     cards: Vec<Card>,
     /// Why no card can run the model, if none can.
     gpu_unsupported: Option<String>,
@@ -158,7 +159,7 @@ struct Generation {
     repetition_penalty: Option<f32>,
 }
 
-/// What a card must have memory for.
+/// What a card must have memory for. If the cards of this machine differ, this is the most that one of them needs.
 #[derive(Serialize)]
 struct Memory {
     context: usize,
@@ -178,6 +179,39 @@ struct Memory {
     kv_bytes_per_token: usize,
     working_bytes: u64,
     total_bytes: u64,
+}
+
+/// What a run on the CPU has in memory, for the same context.
+#[derive(Serialize)]
+struct CpuMemory {
+    weight_bytes: u64,
+    /// Whether weights are decoded into memory, rather than mapped.
+    #[serde(skip)]
+    decodes: bool,
+    kv_bytes_per_token: usize,
+    total_bytes: u64,
+}
+
+impl CpuMemory {
+    fn of(config: &Config, matrices: &[MatrixOutline], context: usize) -> Self {
+        let bytes = |matrix: &MatrixOutline| if matrix.quantized { 2 * matrix.weights } else { matrix.stored_bytes };
+        let weight_bytes = matrices.iter().map(bytes).sum();
+        let kv_bytes_per_token = config.kv_bytes_per_token(size_of::<f32>());
+        let total_bytes = weight_bytes + kv_bytes_per_token as u64 * context as u64;
+        Self { weight_bytes, decodes: matrices.iter().any(|matrix| matrix.quantized), kv_bytes_per_token, total_bytes }
+    }
+}
+
+/// What decides whether a card has room for a model.
+struct Needs<'a> {
+    config: &'a Config,
+    context: usize,
+    /// The weights as codes alone, if they have codes.
+    coded: Option<WeightStorage>,
+    /// The weights packed without loss alone, if they can be.
+    packed: Option<WeightStorage>,
+    /// Whether packed weights were asked for.
+    is_asked: bool,
 }
 
 #[derive(Serialize)]
@@ -206,7 +240,6 @@ impl Findings {
         let config = &outline.config;
         let context = command.load.context_for(config)?;
         let cards = host::device::cards()?;
-        let has_gemms = |card: &CardInfo| card.capabilities.is_some_and(|of| of.has_gemms());
         let footprint = Footprint::of(config, context, cards.iter().any(has_gemms));
         let coding = Coding::of_outline(&outline.matrices).filter(|_| command.load.options.lossless != Some(false));
         let coded = coding.map(|coding| WeightStorage::only(MatrixFormat::Coded(coding)));
@@ -228,25 +261,8 @@ impl Findings {
             working_bytes: footprint.working,
             total_bytes: footprint.weights + footprint.working,
         };
-        let cards = cards.into_iter().map(|card| {
-            let has_gemms = has_gemms(&card);
-            // If there is no room for both, only the packed weights are kept.
-            let is_asked = command.load.options.lossless == Some(true);
-            let packs = |of: Capabilities| of.has_full_ring() && (is_asked || WeightStorage::packing_pays(config, &of));
-            let packed = packed_alone.filter(|_| card.capabilities.is_some_and(packs));
-            let kept = coded.or(packed);
-            let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
-            let room = card.memory.saturating_sub(DRIVER_BYTES);
-            let least = footprint.keeping(config, kept);
-            Card {
-                device: format!("cuda:{}", card.ordinal),
-                name: card.name,
-                memory_bytes: card.memory,
-                compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
-                fits: least.working + least.weights <= room,
-                longest_context: longest_context(config, room, has_gemms, kept),
-            }
-        });
+        let is_asked = command.load.options.lossless == Some(true);
+        let needs = Needs { config, context, coded, packed: packed_alone, is_asked };
         let tensor = |tensor: OutlineTensor| Tensor {
             name: tensor.name,
             dtype: tensor.dtype.to_string(),
@@ -271,12 +287,39 @@ impl Findings {
             tokenizer_tokens: checkpoint.map(|checkpoint| checkpoint.tokenizer.vocab_size()),
             chat_template: checkpoint.map(|checkpoint| checkpoint.chat_template.is_some()),
             generation: checkpoint.map(|checkpoint| Generation::of(&checkpoint.generation)),
-            cards: cards.collect(),
+            cards: cards.into_iter().map(|card| Card::of(card, &needs)).collect(),
+            cpu: CpuMemory::of(config, &outline.matrices, context),
             memory,
             gpu_unsupported: Forward::check(config).err().map(|error| error.to_string()),
             warnings: outline.warnings,
             tensors: command.tensors.then_some(tensors),
         })
+    }
+}
+
+fn has_gemms(card: &CardInfo) -> bool {
+    card.capabilities.is_some_and(|of| of.has_gemms())
+}
+
+impl Card {
+    /// Whether `card` has room for a model, and for how long a context.
+    fn of(card: CardInfo, needs: &Needs<'_>) -> Self {
+        let &Needs { config, context, coded, packed, is_asked } = needs;
+        // If there is no room for both, only the packed weights are kept.
+        let packs = |of: Capabilities| of.has_full_ring() && (is_asked || WeightStorage::packing_pays(config, &of));
+        let packed = packed.filter(|_| card.capabilities.is_some_and(packs));
+        let kept = coded.or(packed);
+        let kept = kept.filter(|_| card.capabilities.is_some_and(|of| of.has_decode_kernel()));
+        let room = card.memory.saturating_sub(DRIVER_BYTES);
+        let longest_context = longest_context(config, room, has_gemms(&card), kept);
+        Self {
+            device: format!("cuda:{}", card.ordinal),
+            name: card.name,
+            memory_bytes: card.memory,
+            compute_capability: format!("{}.{}", card.capability.0, card.capability.1),
+            fits: context <= longest_context,
+            longest_context,
+        }
     }
 }
 
@@ -362,6 +405,7 @@ impl fmt::Display for Findings {
         self.fmt_files(f)?;
         self.weights.fmt(f)?;
         self.memory.fmt(f)?;
+        self.cpu.fmt(f)?;
         self.fmt_cards(f)?;
         let Some(tensors) = &self.tensors else { return Ok(()) };
         writeln!(f, "\ntensors")?;
@@ -489,6 +533,17 @@ impl fmt::Display for Memory {
     }
 }
 
+impl fmt::Display for CpuMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { weight_bytes, decodes, kv_bytes_per_token, total_bytes } = *self;
+        let what = if decodes { "weights as bf16" } else { "weights, mapped from the files" };
+        let (weights, cache) = (gib(weight_bytes), gib(total_bytes - weight_bytes));
+        let per_token = kv_bytes_per_token as f64 / 1024.0;
+        let cache = format!("{cache} of keys and values, {per_token} KiB a token");
+        writeln!(f, "\nmemory on the CPU, for as many tokens: {} ({weights} of {what}; {cache})", gib(total_bytes))
+    }
+}
+
 impl fmt::Display for Generation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = String::from(if self.sample { "sampling" } else { "greedy" });
@@ -506,5 +561,45 @@ impl fmt::Display for Generation {
             }
         }
         write!(f, "{text}; ends at tokens {:?}", self.eos_token_ids)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use host::device::{Device, DeviceOptions, Level};
+
+    use super::*;
+
+    /// Prompts take working memory on a card that runs them in passes of many rows, and on no other: there may be both
+    /// in a machine.
+    #[test]
+    fn each_card_is_judged_by_what_it_needs_itself() {
+        let config = Checkpoint::demo().unwrap().config;
+        let context = 1000;
+        let needs = Needs { config: &config, context, coded: None, packed: None, is_asked: false };
+        let [without, with] = [false, true].map(|has_gemms| {
+            let Footprint { weights, working, .. } = Footprint::of(&config, context, has_gemms);
+            weights + working
+        });
+        assert!(without < with);
+        for (bytes, level, fits) in [
+            (without, Level::Sm80, true),
+            (without - 1, Level::Sm80, false),
+            (without, Level::Sm90a, false),
+            (with, Level::Sm90a, true),
+        ] {
+            let device = Device::emulator_with(0, &DeviceOptions { level: Some(level), ..DeviceOptions::default() });
+            let card = Card::of(
+                CardInfo {
+                    ordinal: 1,
+                    name: "a card".into(),
+                    memory: bytes + DRIVER_BYTES,
+                    capability: (8, 0),
+                    capabilities: Some(*device.capabilities()),
+                },
+                &needs,
+            );
+            assert_eq!((card.fits, card.longest_context >= context), (fits, fits), "{level} with {bytes} bytes");
+        }
     }
 }

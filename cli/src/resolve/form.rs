@@ -6,7 +6,7 @@ use anyhow::Context;
 use model::Shape;
 
 use super::utf8;
-use crate::args::form::FormArgs;
+use crate::args::form::{Choices, FormArgs};
 
 /// The form that answers must have, if one is asked for. Reads the file that holds it.
 ///
@@ -25,7 +25,8 @@ pub fn shape(args: FormArgs) -> anyhow::Result<Option<Shape>> {
     if let Some(path) = grammar {
         return Ok(Some(Shape::Lark(read(&path, "grammar")?)));
     }
-    Ok(regex.map(Shape::Regex).or(choice.map(Shape::Choice)))
+    let all = |choices: Vec<Choices>| Shape::Choice(choices.into_iter().flat_map(|choices| choices.0).collect());
+    Ok(regex.map(Shape::Regex).or(choice.map(all)))
 }
 
 fn read(path: &Path, what: &str) -> anyhow::Result<String> {

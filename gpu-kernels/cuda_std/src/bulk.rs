@@ -1,7 +1,9 @@
 //! Bulk asynchronous copies, and the mbarriers in shared memory that they complete on (sm_90 on).
 //!
-//! TMA accesses shared memory through a proxy of its own, the async proxy. So [`fence_proxy_async`] must stand between
-//! ordinary writes to shared memory and a [`copy_to_global`] that reads them.
+//! TMA accesses shared memory through a proxy of its own, the async proxy. So [`fence_proxy_async`] must stand
+//! - between ordinary writes to shared memory and a [`copy_to_global`] or a `wgmma` that reads them;
+//! - between ordinary accesses and a copy that overwrites what they accessed, unless what was read had been used before
+//!   the arrival that lets the copy start.
 
 use crate::shared::Shared;
 use crate::target;

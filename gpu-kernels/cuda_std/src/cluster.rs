@@ -96,8 +96,9 @@ impl PeerBarrier {
     }
 
     /// Arrives once, if `condition` holds (`mbarrier.arrive.shared::cluster.b64`, predicated). Predication leaves no
-    /// branch into which the compiler could move more code. The instruction has its default semantics: with
-    /// `.release.cluster` written out, the assembler would put a device-wide fence before it.
+    /// branch into which the compiler could move more code. The instruction has its default semantics, which release to
+    /// the own block alone: with `.release.cluster` written out, the assembler would put a device-wide fence before it.
+    /// So it says that reads are done, or keeps step. To show writes to the other block, use [`send16`] or [`sync`].
     ///
     /// # Safety
     /// The barrier was made, its block has not ended, and the phase expects the arrival.

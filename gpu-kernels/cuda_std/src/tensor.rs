@@ -166,8 +166,8 @@ pub const fn swizzled(offset: u32) -> u32 {
     offset ^ ((offset >> 7 & 7) << 4)
 }
 
-/// Makes a map that the host wrote to device memory visible to the copies of this lane
-/// (`fence.proxy.tensormap::generic.acquire.gpu`).
+/// Makes a map that the host wrote to device memory visible to the copies of this lane, and of the block's other lanes
+/// once they have synchronised with it (`fence.proxy.tensormap::generic.acquire.gpu`).
 ///
 /// # Safety
 /// `map` is the address of a map, a multiple of 64.

@@ -147,6 +147,10 @@ pub fn commit() {
 }
 
 /// Waits until all but the `PENDING` newest groups are done (`wgmma.wait_group.sync.aligned`).
+///
+/// A group is the warpgroup's, not the warp's: when it is done, no warp's products of it read shared memory any more.
+/// So one lane may then release a stage, and a warp may overwrite an operand. This is no barrier: it does not order
+/// what other warps load or store themselves.
 #[inline(always)]
 #[track_caller]
 pub fn wait<const PENDING: u64>() {

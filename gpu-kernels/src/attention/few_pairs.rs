@@ -15,7 +15,7 @@ use crate::kv::PageLayout;
 /// Transposes a matrix of 8 × 8, of which a lane has row `lane / 4`, columns `2 (lane % 4)` and the next. All lanes of
 /// a warp call it.
 #[device]
-pub(crate) fn transpose([a, b]: [f32; 2]) -> [f32; 2] {
+fn transpose([a, b]: [f32; 2]) -> [f32; 2] {
     let (a, b) = (a.to_bits(), b.to_bits());
     // `movmatrix` moves halves of words.
     let low = mma::transpose(math::permute(a, b, 0x5410));

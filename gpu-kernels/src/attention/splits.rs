@@ -2,7 +2,7 @@
 //!
 //! # Safety
 //! `p` is a launch's parameter block, as that says it is. The 8 warps from the CTA's first on call [`combine_head`]
-//! whole and together, for the same head of the same row, since they synchronise at barrier 1, which nobody else uses
+//! whole and together, for the same head of the same row, since they synchronise at `barrier`, which nobody else uses
 //! meanwhile. The row has as many splits as its position says, all of them were kept in `p`'s memory, and the CTA has
 //! waited for that. From byte `scratch` of dynamic shared memory on, a multiple of 16, there are
 //! [`Attend::COMBINE_SHARED_BYTES`] that nobody else touches until the function returns.
@@ -22,7 +22,7 @@ pub unsafe fn combine(p: Attend) {
         if row < p.rows.count.load(0) {
             let position = p.rows.positions.load(row as usize);
             let put = |pair, d, x| p.out.store(pair * HEAD_DIM as usize + d as usize, x);
-            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), put, 0);
+            combine_head(&p, row, thread::block_idx_x(), position, (thread::lane_id(), thread::warp_id()), put, (0, 1));
         }
     }
 }
@@ -56,7 +56,7 @@ pub(crate) unsafe fn combine_head(
     position: u32,
     (lane, warp_id): (u32, u32),
     put: impl Fn(usize, u32, bf16),
-    scratch: u32,
+    (scratch, barrier): (u32, u32),
 ) {
     // SAFETY: the caller's word.
     unsafe {
@@ -103,7 +103,7 @@ pub(crate) unsafe fn combine_head(
         if lane == 0 {
             norms.store(warp_id as usize, norm);
         }
-        sync(1);
+        sync(barrier);
         let d = warp_id * 32 + lane;
         if d < HEAD_DIM {
             let (mut sum, mut norm) = (0f32, 0f32);
@@ -113,7 +113,7 @@ pub(crate) unsafe fn combine_head(
             });
             put(pair, d, math::to_bf16(sum / norm));
         }
-        sync(1);
+        sync(barrier);
     }
 }
 

@@ -11,7 +11,7 @@
 use cuda_std::shared::{self, Shared};
 use cuda_std::{device, math, thread, warp};
 
-use super::{Attend, PAIRS, SPLIT, TILES, Tile, WARPS, WarpAttention, weight};
+use super::{Attend, DIM_TILES, PAIRS, SPLIT, Tile, WARPS, WarpAttention, weight};
 use crate::kv::HEAD_DIM;
 
 /// Pairs whose sums are combined in shared memory at a time.
@@ -90,7 +90,7 @@ pub(crate) unsafe fn reduce(
             if first < tile.pairs {
                 if g / QUARTER == R as u32 % 2 {
                     let to = sums.at(((warp_id * QUARTER + g % QUARTER) * PAIR_STRIDE + 2 * t) as usize).cast();
-                    unroll!(N < TILES of 16; {
+                    unroll!(N < DIM_TILES of 16; {
                         to.store(N * 4, [found.o[N][R / 2 * 2], found.o[N][R / 2 * 2 + 1]]);
                     });
                 }
@@ -136,7 +136,7 @@ pub(crate) unsafe fn reduce_few(
         let few = Few::new(thread::opaque(tile.lane), thread::opaque(tile.warp_id), scratch);
         few.leave_scale(found.top[0], found.norm[0]);
         if few.holds() {
-            unroll!(N < TILES of 16; {
+            unroll!(N < DIM_TILES of 16; {
                 few.leave(N, found.o[N]);
             });
         }

@@ -35,7 +35,7 @@ use crate::ring::{Ring, Shape};
 
 /// Warps of a CTA.
 pub const WARPS: u32 = 8;
-/// Most query heads of a key-value head: half of the tensor core's rows.
+/// Most query heads of a key-value head: the columns of operand B.
 pub const PAIRS: u32 = 8;
 /// Most pieces of an item.
 const PIECES: usize = (SPLIT / WARP_KEYS) as usize;
@@ -57,8 +57,7 @@ const BARRIERS: u32 = ITEMS + SLOTS * SLOT_BYTES;
 const WARP_BYTES: u32 = (BARRIERS + 2 * STAGES * 8).next_multiple_of(128);
 /// Dynamic shared memory of a CTA.
 pub const SHARED_BYTES: u32 = WARPS * WARP_BYTES;
-// A CTA of an H100 has at most this much.
-const _: () = assert!(SHARED_BYTES <= 232_448);
+const _: () = assert!(SHARED_BYTES <= crate::HOPPER_SHARED_BYTES);
 
 /// Attention of one phase, [`PhaseKind::Attend`](super::PhaseKind::Attend), for tiles of one row and at most
 /// [`BatchedStep::ATTEND_PAIRS`] query heads a key-value head. The grid may have any size, but the same in all layers

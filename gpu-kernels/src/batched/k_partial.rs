@@ -2,12 +2,7 @@
 //! that takes the stages from the rings and leaves the sums in the upper accumulators.
 //!
 //! # Safety
-//! `p` is a launch's parameter block. All lanes of the consumers' two warpgroups call what is unsafe here, in the same
-//! order: a warpgroup issues MMAs together, and both warpgroups take the same stages. The rings are where the phase's
-//! next stages begin, which the producers fill in the order of the CTA's units. All lanes have declared the
-//! accumulators. Between what begins MMAs and what waits for them, nobody else uses the accumulators or the registers
-//! of fragments that the MMAs read. Whoever begins MMAs has waited for their stages, and releases these when the MMAs
-//! are done.
+//! As for the [main loop](super::main_loop).
 
 use cuda_std::wgmma::{self, Cores, Operand};
 use cuda_std::{Global, bf16, device, thread};

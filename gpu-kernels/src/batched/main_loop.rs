@@ -111,6 +111,7 @@ pub unsafe fn multiply<F: BatchedFormat, const ROWS: u32, const TILES: usize>(
     }
 }
 
+/// Sets the totals, which are in the lower accumulators, to zero.
 #[device]
 fn zero_totals<const TILES: usize>() {
     unroll!(J < TILES of 16; {

@@ -437,11 +437,15 @@ unsafe fn first_row(p: &BatchedStep, tile: &Tiles) -> u32 {
     }
 }
 
-/// A warp visits the CTA's items one after another, and then items that it gets from the pool. For the CTA's own, each
-/// lane looks up one item by its number in the line, 32 at a time. The first part of what `look_up` returns stays in
-/// the lane's registers until all lanes get it with `visit`. The lane may `keep` the second part in one of 32 places;
-/// `visit` is told which. `begin` is called after the first look-up, and before anything is kept. `from_pool` is called
-/// once the CTA's own items are done, if there is a pool.
+/// A warp visits the CTA's items one after another, and then items that it gets from the pool.
+///
+/// | closure | who calls it, and when | does |
+/// |---|---|---|
+/// | `look_up(number)` | a lane for each of 32 own items; all lanes for one of the pool | returns words, and a rest |
+/// | `begin()` | once, after the first look-up | waits for what `keep` and `visit` need |
+/// | `keep(place, rest)` | the lane that looked up; of the pool, lane 0 | leaves the rest in one of 32 places |
+/// | `from_pool(assignment)` | when own items are done, if there is a pool | the next number; `None` at the end |
+/// | `visit(place, words)` | all lanes, for each item | the work |
 ///
 /// # Safety
 /// All lanes of the warp call it, once for a phase; the CTA's share becomes known without it. `look_up` may be called

@@ -10,7 +10,7 @@ use cuda_std::{bf16, device, math, shared, thread, warp};
 
 use super::consumer::{Consumer, sync};
 use super::producer::{Share, Units};
-use super::{SCRATCH, WARPS};
+use super::{SCRATCH, WARPS, barrier};
 use crate::activations::element_at;
 use crate::attention::{Attend, SPLIT, combine_by_warp, combine_head, weight};
 use crate::exchange::{Word, WordKind, Words};
@@ -267,7 +267,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
             while item < self.count * p.work.q_heads {
                 let (row, head) = (item / p.work.q_heads, item % p.work.q_heads);
                 let put = |_, d: u32, x: bf16| p.work.attended.store(element_at(row, head * HEAD_DIM + d), x);
-                combine_head(attend, row, head, self.slot(row), lane, put, SCRATCH);
+                combine_head(attend, row, head, self.slot(row), lane, put, (SCRATCH, barrier::CONSUMERS));
                 item += thread::grid_dim_x();
             }
         }

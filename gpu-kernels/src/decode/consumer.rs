@@ -21,7 +21,7 @@ use cuda_std::{device, shared, thread};
 
 use super::problem::Problem;
 use super::producer::Units;
-use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS, WGMMA};
+use super::{ARRIVALS, BEST, DecodeStep, Mark, Matrix, N_TILES, WARPS, WGMMA, barrier};
 use crate::activations::element_at;
 use crate::attention::Divisor;
 use crate::embedding::embed_each;
@@ -56,7 +56,7 @@ pub struct Consumer<'a, const ROWS: u8, const SHORT: bool> {
 /// The 8 consumer warps of a CTA synchronise, at [barrier](super#named-barriers) 1.
 #[device]
 pub fn sync() {
-    thread::sync_named(1, WARPS * 32);
+    thread::sync_named(barrier::CONSUMERS, WARPS * 32);
 }
 
 impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {

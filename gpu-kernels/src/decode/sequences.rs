@@ -19,8 +19,8 @@ use crate::attention::SPLIT;
 use crate::kv::PAGE_TOKENS;
 use crate::step::MAX_DECODE_ROWS;
 
-/// Brings each row's position, and the end of its sequence's rows, into shared memory, by the lanes of a warp. Returns
-/// the largest position.
+/// Brings each row's position, and the end of its sequence's rows, into shared memory, by the lanes of a warp. Lanes 0
+/// to 15 get the largest position.
 ///
 /// # Safety
 /// All lanes of a warp call it, before the CTA synchronises. `count` is the step's rows, 1 to [`MAX_DECODE_ROWS`].

@@ -380,6 +380,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         scales.leave(page * OF_PAGE + W as u32, &weights[W]);
                     }
                     if page < pages {
+                        // Other warps' products read these keys, too. They are of the same group: see `wgmma::wait`.
                         let to = stages[P].stage_buffer();
                         unroll!(H < 2; {
                             mma::stmatrix_x4(to.at(weights_at(pair, lane, W as u32, H as u32)), weights[W].words[H]);

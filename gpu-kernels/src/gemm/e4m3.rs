@@ -342,7 +342,7 @@ macro_rules! kernels {
 kernels! {
     Qkv: "Queries, keys and values from `x · wᵀ`, sums of each row times its factor.", gemm_qkv_e4m3;
     Write: "`y = x · wᵀ`, sums of each row times its factor.", gemm_write_e4m3 gemm_write_shared_e4m3;
-    SwiGlu: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", gemm_swiglu_e4m3;
-    SwiGluCoded: "`out = silu(x · weightᵀ) ∘ (x · upᵀ)` as codes, sums of each row times its factor.", gemm_swiglu_coded_e4m3;
+    SwiGlu: "`out = silu(x · gateᵀ) ∘ (x · upᵀ)`, sums of each row times its factor.", gemm_swiglu_e4m3;
+    SwiGluCoded: "`out = silu(x · gateᵀ) ∘ (x · upᵀ)` as codes, sums of each row times its factor.", gemm_swiglu_coded_e4m3;
     AddTo<true>: "The residual stream plus `x · wᵀ`.", gemm_add_e4m3 gemm_add_shared_e4m3;
 }

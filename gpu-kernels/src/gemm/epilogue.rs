@@ -19,6 +19,8 @@
 //! | [`Write`] | each lane stores its pairs of f32 |
 //! | [`SwiGlu`] | bf16 into a box of 64 × 64 in shared memory, in the order of slots; TMA stores the box |
 //! | [`Add`] | eight rows × [`SPAN`] features through the warp's own part of shared memory; then whole rows |
+//! | [`AddTo<true>`](AddTo) | as [`Add`]; a unit's rows also become codes |
+//! | [`SwiGluCoded`] | of two tiles, since a group of codes is: the first waits in shared memory; lanes store codes |
 //! | [`Qkv`] | a head's norm and rotation in registers; then 16 rows of a head through shared memory |
 //!
 //! Each begins the [next tile](Next) as soon as it needs the accumulators no more.

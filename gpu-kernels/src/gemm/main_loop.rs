@@ -117,6 +117,8 @@ impl<const WIDTH: u32, const DOWN: u32, const ACROSS: u32> MainLoop<'_, WIDTH, D
         }
     }
 
+    /// Begins the next stage's MMAs, waits for those of the stage before, and releases that stage.
+    ///
     /// # Safety
     /// A stage of the split-K partial is [left](Self::left), and the one before it under way.
     #[device]

@@ -32,6 +32,7 @@ use cuda_std::{GlobalMut, device, thread, warp};
 use super::search::{Ahead, Keys, Units, search_part, texts};
 use super::share::{Wish, grant};
 use super::{Operator, TOGETHER, Token};
+use crate::waiting;
 
 /// Threads of a CTA. The kernels take any power of two of warps.
 pub const THREADS: u32 = 512;
@@ -148,9 +149,8 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
         unroll!(k < ROUNDS; { in_all += warp::ballot(working[k]).count_ones(); });
         // U of the module's text.
         let mut room = s.threshold as i64 - in_all as i64 - claim.fixed;
-        let mut taken;
-        let mut negative;
-        loop {
+        let (mut taken, mut negative) = (0, false);
+        waiting::until(|| {
             taken = 0;
             negative = claim.fixed < 0;
             let mut ready = true;
@@ -163,10 +163,8 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
                     negative |= number(fixed) < 0;
                 }
             });
-            if warp::all(ready) {
-                break;
-            }
-        }
+            warp::all(ready)
+        });
         if warp::any(negative) {
             // Walks the sequences in order, as the last CTA of the other launch does.
             let mut i = 0;

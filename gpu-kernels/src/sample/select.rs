@@ -101,6 +101,8 @@ pub(crate) trait Weight: Copy {
     unsafe fn sum(bins: Shared<u32>, bin: u32) -> u64;
 }
 
+/// Adds to one word of a bin.
+///
 /// # Safety
 /// `bins` are the CTA's, with this word, and `bin` is below [`BINS`].
 #[device]
@@ -111,6 +113,8 @@ unsafe fn add_word(bins: Shared<u32>, word: u32, bin: u32, value: u32) {
     }
 }
 
+/// One word of a bin.
+///
 /// # Safety
 /// As for [`add_word`]; nobody adds any more.
 #[device]

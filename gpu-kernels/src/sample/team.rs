@@ -266,6 +266,7 @@ impl Team {
         unsafe { self.scratch.at(HISTOGRAMS + (syncs % 3 * BINS) as usize) }
     }
 
+    /// Zeroes this CTA's part of the histogram that is used after the next barrier.
     #[device]
     unsafe fn clear_next_histogram(&self) {
         // SAFETY: the caller's word.

@@ -5,7 +5,7 @@ mod head;
 use std::collections::HashSet;
 use std::time::Instant;
 
-use model::{Checkpoint, CpuModel, Fault, KvPages, Row, Taps};
+use model::{Checkpoint, Config, CpuModel, Fault, KvPages, Row, Taps};
 use rayon::prelude::*;
 
 use self::head::{HeadBatch, KeptStates};
@@ -16,7 +16,7 @@ use super::plan::{self, Page, Plan, Work};
 use super::run::BatchOptions;
 use super::running::Running;
 use crate::Error;
-use crate::cpu::{DRAFT_COST, memory};
+use crate::cpu::{DRAFT_COST, decoded_bytes, memory};
 use crate::draft::{Draft, DraftCheckpoint, DraftTokens, masks, plain_pass_bytes};
 
 /// Runs batches on the CPU.
@@ -88,11 +88,16 @@ impl CpuBatch {
     /// # Errors
     /// A checkpoint that lacks a weight, or has one that is NaN or infinite; a cache larger than memory.
     pub fn new(checkpoint: &Checkpoint, limits: Limits, draft: Option<Draft>) -> Result<Self, Error> {
+        Self::beside(0, checkpoint, limits, draft)
+    }
+
+    /// As [`new`](Self::new), where other models take so many bytes of memory.
+    fn beside(others: u64, checkpoint: &Checkpoint, limits: Limits, draft: Option<Draft>) -> Result<Self, Error> {
         checkpoint.check_finite(&|_| {})?;
         let model = CpuModel::new(checkpoint)?;
         let store = |pages: u32| KvPages::new(model.config(), pages as usize, limits.page_tokens);
         let page = checkpoint.config.kv_bytes_per_token(size_of::<f32>()) * limits.page_tokens;
-        check_memory(page, limits.pages as usize + limits.host_pages as usize, 0)?;
+        check_memory(page, limits.pages as usize + limits.host_pages as usize, others + decoded_bytes(checkpoint))?;
         let page = page as f64;
         Ok(Self {
             pages: store(limits.pages),
@@ -123,8 +128,9 @@ impl CpuBatch {
     ) -> Result<Self, Error> {
         let limits = options.of_drafter(None).cpu_limits(draft.config(), self.limits.context);
         let of_draft = |error| Error::DraftModel(Box::new(error));
+        let others = decoded_bytes(checkpoint) + self.cache_bytes(&checkpoint.config);
         let backend: Box<dyn BatchBackend> = match draft {
-            DraftCheckpoint::Model(draft) => Box::new(Self::new(draft, limits, None).map_err(of_draft)?),
+            DraftCheckpoint::Model(draft) => Box::new(Self::beside(others, draft, limits, None).map_err(of_draft)?),
             DraftCheckpoint::Eagle3(head) => {
                 let states = KeptStates::default();
                 self.states = Some((head.taps(&checkpoint.config)?, states.clone()));
@@ -135,6 +141,12 @@ impl CpuBatch {
         let config = &checkpoint.config;
         self.drafters.model = Some(ModelDrafter::new(backend, config, draft, (plain_pass_bytes(config, 0), 0)));
         Ok(self)
+    }
+
+    /// Bytes of the cache and what is kept aside of it.
+    fn cache_bytes(&self, config: &Config) -> u64 {
+        let pages = u64::from(self.limits.pages) + u64::from(self.limits.host_pages);
+        pages * (config.kv_bytes_per_token(size_of::<f32>()) * self.limits.page_tokens) as u64
     }
 
     /// Executes all of a plan but its rows: moves pages, starts sequences, changes page tables.

@@ -272,6 +272,13 @@ impl GpuBatch {
             self.proposals.forget(started.slot);
         }
     }
+
+    /// How many passes come first that are over prompts, and how many rows they have. If prompts have no passes of
+    /// their own, all passes count.
+    fn prompts_of(&self, passes: &[Ready]) -> (usize, usize) {
+        let of_prompts = passes.iter().take_while(|ready| ready.pass.prompt || !self.limits.prompts_apart);
+        of_prompts.fold((0, 0), |(passes, rows), ready| (passes + 1, rows + ready.pass.len()))
+    }
 }
 
 impl BatchBackend for GpuBatch {
@@ -345,19 +352,11 @@ impl BatchBackend for GpuBatch {
         self.upload.send()?;
         self.enqueue_changes(&changes)?;
         // The cost of a prompt's row is measured only if many rows run together.
-        let prompt_rows = match self.limits.prompts_apart {
-            true => passes.iter().filter(|ready| ready.pass.prompt).map(|ready| ready.pass.len()).sum(),
-            false => rows.iter().map(|rows| rows.tokens.len()).sum::<usize>(),
-        };
+        let (prompts, prompt_rows) = self.prompts_of(&passes);
         let timed = prompt_rows >= LEAST_ROWS;
         if timed {
             self.clocks[turn].rows.start()?;
         }
-        // Passes over prompts come first.
-        let prompts = match self.limits.prompts_apart {
-            true => passes.iter().take_while(|ready| ready.pass.prompt).count(),
-            false => passes.len(),
-        };
         self.put_off.clear();
         let mut halted = self.enqueue_passes(&passes[..prompts], 0, only_forms)?;
         if timed {
@@ -426,6 +425,7 @@ impl BatchBackend for GpuBatch {
         let brings = |work: &Work| work.samples && !step.put_off.contains(&work.slot);
         for (i, (work, drafts)) in step.work.iter().zip(&step.drafts).enumerate().filter(|(_, of)| brings(of.0)) {
             // If no token could be chosen, any token stands for it: the sequence has failed and ends.
+            let mut lost = None;
             let missing = chosen[i].iter().position(|&token| token == NO_TOKEN);
             chosen[i].iter_mut().filter(|token| **token == NO_TOKEN).for_each(|token| *token = 0);
             let tokens = if step.left.contains(&work.slot) {
@@ -436,6 +436,8 @@ impl BatchBackend for GpuBatch {
                 let running = &mut self.slots[work.slot as usize];
                 let tokens = running.confirm(drafts, |row, _| chosen[i][row]);
                 self.uses.take_in(work.slot, running, &tokens);
+                // Before other threads look for proposals, as they lock the form meanwhile.
+                lost = running.lost();
                 self.mask_jobs.forget(work.slot);
                 if let Some(draft) = self.drafters.match_settings().filter(|_| step.drafts_fit) {
                     self.proposals.begin(work.slot, running, draft);
@@ -450,7 +452,6 @@ impl BatchBackend for GpuBatch {
                 position: (work.start + work.rows) as usize - 1 + row,
                 row,
             });
-            let lost = if step.left.contains(&work.slot) { None } else { self.slots[work.slot as usize].lost() };
             let by_model = drafts.by_model(&tokens);
             outcomes.push(Outcome { slot: work.slot, tokens, logprobs, drafted: drafts.count, by_model, fault, lost });
         }

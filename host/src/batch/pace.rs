@@ -86,6 +86,8 @@ impl Pace {
         let (rows, seconds) = std::mem::take(&mut self.measured);
         let rate = if seconds > 0.0 { rows as f64 / seconds } else { 0.0 };
         (self.phase, self.left) = match self.phase {
+            // Every step had prompts as well, so there is nothing to compare with yet.
+            Phase::TryAll if rate == 0.0 => (Phase::TryAll, TRIAL),
             Phase::TryAll => (Phase::TryWhole(rate), TRIAL),
             Phase::TryWhole(all) => {
                 let way = if rate > all { Way::Whole } else { Way::All };
@@ -165,6 +167,20 @@ mod tests {
         }
         assert!(counts[0] > 400, "{counts:?}");
         assert!(counts[1] < 1200, "{counts:?}");
+    }
+
+    #[test]
+    fn nothing_is_tried_before_all_were_measured() {
+        let mut pace = Pace::new(&[128]);
+        // Steps with prompts are not told.
+        assert!((0..100).all(|_| pace.rows(140) == 140));
+        let mut whole = 0;
+        for _ in 0..100 {
+            let rows = pace.rows(140);
+            whole += u32::from(rows == 128);
+            pace.took(rows, tiled(rows));
+        }
+        assert!(whole > 80, "{whole}");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use super::{Outcome, PAGE_TOKENS};
 use crate::backend::Drafted;
 use crate::draft::Draft;
 use crate::engine::Text;
+use crate::forward::MOST_PASS_ROWS;
 use crate::{Error, Finish, LoadOptions, Progress, Request};
 
 /// How a batch runs. The device decides what is none here.
@@ -46,7 +47,7 @@ impl BatchOptions {
     /// one of a single row.
     pub const DRAFT_ROWS: u32 = gpu_kernels::step::MAX_DECODE_ROWS;
     /// Most sequences that a step has room for on any device.
-    pub const MOST_SEQUENCES: u32 = gpu_kernels::batched::MAX_BATCHED_ROWS;
+    pub const MOST_SEQUENCES: u32 = MOST_PASS_ROWS;
     /// Default for sequences at the same time, on the CPU.
     const CPU_SEQUENCES: u32 = 32;
     /// Default for rows of a step, on the CPU, whose GEMMs are in blocks of 64.
@@ -116,6 +117,15 @@ pub struct Done {
     pub id: u64,
     /// Its answer. An error concerns only this job.
     pub answer: Result<Answer, Error>,
+}
+
+impl Done {
+    /// The result of a job that wants no token.
+    fn empty(job: &Job) -> Self {
+        let prompt_tokens = job.request.prompt.len();
+        let (text, tokens, logprobs, finish) = (String::new(), Vec::new(), Vec::new(), Finish::Length);
+        Self { id: job.id, answer: Ok(Answer { text, tokens, logprobs, finish, prompt_tokens }) }
+    }
 }
 
 /// The answer to a job.
@@ -200,6 +210,8 @@ pub struct Batch {
     steps: Steps,
     /// The jobs that have not ended.
     jobs: HashMap<SequenceId, Active>,
+    /// Results of jobs that wanted no token, until the next step.
+    empty: Vec<Done>,
     metrics: Metrics,
 }
 
@@ -255,6 +267,7 @@ impl Batch {
             checkpoint,
             steps: Steps::new(&*backend),
             jobs: HashMap::new(),
+            empty: Vec::new(),
             metrics: Metrics { pages: backend.limits().pages, ..Metrics::default() },
             backend,
         }
@@ -283,7 +296,7 @@ impl Batch {
 
     /// Whether all submitted jobs are finished.
     pub fn is_idle(&self) -> bool {
-        self.jobs.is_empty()
+        self.jobs.is_empty() && self.empty.is_empty()
     }
 
     /// What the batch has done so far, and its present state.
@@ -313,12 +326,12 @@ impl Batch {
             let most = self.checkpoint.config.max_position_embeddings;
             return Err(Error::PromptTooLong { prompt: request.prompt.len(), context, most });
         }
-        let vocab_size = self.checkpoint.config.vocab_size;
-        if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocab_size) {
-            return Err(model::Error::TokenOutOfRange { token, vocab_size }.into());
+        request.check(self.checkpoint.config.vocab_size)?;
+        if request.max_tokens == 0 {
+            self.empty.push(Done::empty(&job));
+            return Ok(());
         }
-        request.check(vocab_size)?;
-        let max_length = context.min(request.prompt.len().saturating_add(request.max_tokens.max(1)));
+        let max_length = context.min(request.prompt.len().saturating_add(request.max_tokens));
         let id = self.steps.add(request.prompt.clone(), max_length);
         let text = Text::new(self.checkpoint.tokenizer.stream(), &request.stop);
         let active = Active { text, job, max_length, tokens: Vec::new(), logprobs: Vec::new() };
@@ -331,10 +344,13 @@ impl Batch {
     /// # Errors
     /// A device error. The batch cannot go on.
     pub fn step(&mut self) -> Result<Vec<Done>, Error> {
+        let mut done = std::mem::take(&mut self.empty);
+        if self.jobs.is_empty() {
+            return Ok(done);
+        }
         let begun = Instant::now();
         let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
         let outcomes = self.steps.step(&mut *self.backend, &mut Jobs { active: &self.jobs, end_tokens })?;
-        let mut done = Vec::new();
         for (id, outcome) in outcomes {
             // None if the sequence has ended in the step before.
             let Some(active) = self.jobs.get_mut(&id) else { continue };

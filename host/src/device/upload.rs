@@ -234,6 +234,8 @@ impl<'a> Work<'a> {
     /// # Safety
     /// As for [`Device::fill_regions`].
     unsafe fn run(&self, mut slots: Slots, sent: &Sender<usize>) -> Option<(usize, Error)> {
+        // If `fill` panics, other threads may wait for what this one would have filled.
+        let _stops = StopsOnPanic(self);
         let mut turn = 0;
         let failed = loop {
             let i = self.next.fetch_add(1, Ordering::Relaxed);
@@ -282,6 +284,17 @@ impl<'a> Work<'a> {
             self.end(group)?;
         }
         Ok(bytes)
+    }
+}
+
+/// Stops the upload if its thread panics.
+struct StopsOnPanic<'a, 'w>(&'a Work<'w>);
+
+impl Drop for StopsOnPanic<'_, '_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop();
+        }
     }
 }
 

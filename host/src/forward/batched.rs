@@ -1,11 +1,13 @@
 //! Passes over the rows of many sequences on Hopper, each in one launch of `gpu_kernels::batched`. They give the same
-//! bits as the unfused path. In passes with many rows, the GEMMs are separate launches of [`gpu_kernels::gemm`].
+//! bits as the unfused path. In passes with many rows, the GEMMs are separate launches of [`gpu_kernels::gemm`], and the
+//! head is a launch for each [`MAX_BATCHED_ROWS`] of them.
 
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Global, GlobalMut, Kernel};
 use gpu_kernels::batched::{self, BatchedStep, CodedKernels, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::Gemm;
+use gpu_kernels::linear::N_TILE;
 use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::stream::StreamMatrix;
@@ -22,13 +24,17 @@ use crate::quantized::{Quantized, by_code};
 /// The programs: rows of a GEMM's tile, and the number of tiles of rows. A pass takes the first program that has room
 /// for its rows.
 const PROGRAMS: [(u32, u32); 7] = [(64, 1), (96, 1), (128, 1), (96, 2), (128, 2), (128, 3), (128, 4)];
-/// The rows of those programs that a batch may fill by leaving some sequences out of each step. With fewer rows than
-/// the first, a step takes as long as its weights do.
-pub const FULL_ROWS: [u32; 4] = {
-    let [_, _, a, b, c, d, _] = PROGRAMS;
-    [a.0 * a.1, b.0 * b.1, c.0 * c.1, d.0 * d.1]
+/// Most rows of a pass.
+pub const MOST_PASS_ROWS: u32 = 1024;
+/// Numbers of rows that a batch may fill by leaving some sequences out of each step: those of whole tiles. With fewer
+/// rows than the first, a step takes as long as its weights do.
+pub const FULL_ROWS: [u32; 8] = {
+    let [_, _, a, b, c, d, e] = PROGRAMS;
+    let tile = TILE_ROWS_OF_GEMM;
+    let most = MOST_PASS_ROWS;
+    [a.0 * a.1, b.0 * b.1, c.0 * c.1, d.0 * d.1, e.0 * e.1, most - 3 * tile, most - 2 * tile, most - tile]
 };
-const _: () = assert!(FULL_ROWS[0] == 128 && FULL_ROWS[3] == 384);
+const _: () = assert!(FULL_ROWS[0] == 128 && FULL_ROWS[4] == 512 && FULL_ROWS[5] == 640);
 /// The possible heights of a tile, in rows.
 const TILE_ROWS: [u32; 3] = [64, 96, 128];
 /// The height of the tiles of [`gpu_kernels::gemm`].
@@ -54,7 +60,7 @@ pub struct Batched {
     arrivals: Buffer<u32>,
     items: Buffer<u32>,
     packed: PackedPages,
-    /// The rank of each row's best token.
+    /// `[MOST_PASS_ROWS]`: the rank of each row's best token.
     best: Buffer<u64>,
     trace: Option<Buffer<u64>>,
     many: Many,
@@ -74,6 +80,16 @@ struct Many {
     /// As [`BatchedStep::arrivals`], for the launches of attention.
     arrivals: Buffer<u32>,
     beside: gemm::Beside,
+    /// The head over the rows from [`MAX_BATCHED_ROWS`] on, so many at a time.
+    heads: Vec<HeadPart>,
+}
+
+/// The head over some of a pass's rows.
+struct HeadPart {
+    /// The tensor maps of these rows' input, in the order of [`TILE_ROWS`]. The programs have their addresses.
+    _maps: TensorMaps,
+    /// The head's phase of each of [`PROGRAMS`]: with logits as the result, and with best tokens instead.
+    programs: Vec<[Buffer<u64>; 2]>,
 }
 
 /// What these passes know about packed pages.
@@ -95,6 +111,11 @@ fn input_map(input: Input, height: usize) -> usize {
     TILE_ROWS.len() * place + height
 }
 
+/// The index of a tile height in [`TILE_ROWS`].
+fn height_of(tile_rows: u32) -> usize {
+    TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("there are maps of these tiles")
+}
+
 impl Batched {
     /// Marks every page as not packed.
     pub(super) fn forget_packed(&mut self) -> Result<(), Error> {
@@ -106,17 +127,25 @@ impl Batched {
 impl Capacity {
     /// Room for `sequences` sequences of up to `context` tokens, for `pages` pages, and for passes over `rows` rows.
     /// Rounds the rows up to whole tiles of the [batched step](gpu_kernels::batched): for rows outside its memory TMA
-    /// reads zeros, but takes longer.
+    /// reads zeros, but takes longer. More rows than such a step has are rounded up to whole steps, since it takes the
+    /// head of so many at a time.
     #[must_use]
     pub const fn batch(context: usize, sequences: usize, pages: usize, rows: usize) -> Self {
-        let (smallest, largest) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize);
-        let rows = rows.next_multiple_of(if rows > smallest { largest } else { smallest });
+        let (smallest, largest, step) = (PROGRAMS[0].0 as usize, LARGEST.0 as usize, MAX_BATCHED_ROWS as usize);
+        let unit = if rows > step {
+            step
+        } else if rows > smallest {
+            largest
+        } else {
+            smallest
+        };
+        let rows = rows.next_multiple_of(unit);
         Self { context, sequences, pages, rows }
     }
 }
 
 impl Forward {
-    /// Allocates what passes over up to [`MAX_BATCHED_ROWS`] rows of many sequences need, so that they run at the speed
+    /// Allocates what passes over up to [`MOST_PASS_ROWS`] rows of many sequences need, so that they run at the speed
     /// of memory. Needs a prepared [decode kernel](Self::prepare_decode) and a device with `wgmma`; returns whether
     /// both are there.
     ///
@@ -152,6 +181,10 @@ impl Forward {
         let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
         let attend_grid = self.device.sms();
         let sharers = grid.max(BatchedStep::ATTEND_WARPS * attend_grid);
+        let beyond = self.room.rows.saturating_sub(MAX_BATCHED_ROWS as usize);
+        let arrivals = |grid| BatchedStep::arrivals_len(grid, q_heads) + beyond * q_heads as usize;
+        let parts = self.room.rows.min(MOST_PASS_ROWS as usize) / MAX_BATCHED_ROWS as usize;
+        let heads = (1..parts).map(|part| self.head_part(grid, &maps, &packed, part)).collect::<Result<_, _>>()?;
         let partials = TILE_ROWS.map(|rows| BatchedStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
         self.batched = Some(Batched {
             grid,
@@ -162,17 +195,18 @@ impl Forward {
             kinds,
             trace: None,
             partials: self.device.zeroed(partials)?,
-            arrivals: self.device.zeroed(BatchedStep::arrivals_len(grid, q_heads))?,
+            arrivals: self.device.zeroed(arrivals(grid))?,
             items: self.device.zeroed(BatchedStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
-            best: self.device.zeroed(MAX_BATCHED_ROWS as usize)?,
+            best: self.device.zeroed(MOST_PASS_ROWS as usize)?,
             many: Many {
                 from: self.device.capabilities().tuning().gemm_rows,
                 out: self.device.tensor_maps(&[gemm::out(self.activation.ptr(), self.room.rows, inner)])?,
                 spans: self.device.zeroed(self.room.rows * hidden / SPAN as usize)?,
                 attend_grid,
                 assignments: self.device.zeroed(4 * sharers as usize)?,
-                arrivals: self.device.zeroed(BatchedStep::arrivals_len(attend_grid, q_heads))?,
+                arrivals: self.device.zeroed(arrivals(attend_grid))?,
                 beside: gemm::Beside::new(&self.device)?,
+                heads,
             },
         });
         Ok(true)
@@ -304,7 +338,7 @@ impl Forward {
         head: PhaseKind,
     ) -> Vec<Phase> {
         let (c, w) = (&self.config, &self.weights);
-        let height = TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("programs have these");
+        let height = height_of(tile_rows);
         let gemm_phase = |kind, layer: usize, gemm: &plan::Gemm| {
             let StreamMatrix { stream, base, n_tiles, k, .. } = w.stream.matrix(layer, gemm.matrix);
             let program = (tile_rows, row_tiles);
@@ -363,6 +397,24 @@ impl Forward {
         phases
     }
 
+    /// The head over the rows of part number `part`, each of [`MAX_BATCHED_ROWS`] rows.
+    fn head_part(&self, grid: u32, all: &TensorMaps, packed: &PackedPages, part: usize) -> Result<HeadPart, Error> {
+        let (hidden, first) = (self.config.plan.hidden, part * MAX_BATCHED_ROWS as usize);
+        // SAFETY: both have room for whole parts of rows.
+        let (x, y) =
+            unsafe { (self.scaled.ptr().at(first * hidden), self.logits.ptr_mut().at(first * self.config.vocab_size)) };
+        let rows = (self.room.rows - first) as u64;
+        let matrices = TILE_ROWS.map(|tile_rows| Matrix::dense(x.addr(), rows, hidden as u64, tile_rows));
+        let maps = self.device.tensor_maps(&matrices)?;
+        let upload = |program: (u32, u32), kind| {
+            let x = maps.ptr(height_of(program.0));
+            let head = self.phases(grid, all, packed, program, kind).pop().expect("the head is last");
+            self.device.upload(Phase::words(&[Phase { x, y, ..head }]))
+        };
+        let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
+        Ok(HeadPart { programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?, _maps: maps })
+    }
+
     /// Enqueues a pass; see [`enqueue_rows`](Self::enqueue_rows).
     pub(super) fn enqueue_batched(
         &self,
@@ -374,13 +426,15 @@ impl Forward {
         // If packed layers are unpacked into the memory of one layer, one at a time, a single launch over all layers
         // cannot read them.
         let is_made_again = self.weights.packed().is_some_and(|_| self.weights.stream.is_of_layer())
-            && self.packed_of(PROGRAMS[self.program(pass)]).is_none();
-        if self.coded.is_some() || is_made_again || pass.most_rows >= of.many.from && takes_whole_tiles {
+            && self.packed_of(PROGRAMS[self.program(pass.most_rows)]).is_none();
+        let are_many = pass.most_rows >= of.many.from.min(MAX_BATCHED_ROWS + 1) && takes_whole_tiles;
+        if self.coded.is_some() || is_made_again || are_many {
             return self.enqueue_many(of, pass, tiles);
         }
+        assert!(pass.most_rows <= MAX_BATCHED_ROWS, "{} rows, and no room for whole tiles", pass.most_rows);
         let count = of.kinds.len() as u32 - u32::from(pass.output == RowOutput::None);
         let step = self.batched_step(of, pass, tiles, (0, count));
-        self.launch_batched(of, pass, step)?;
+        self.launch_batched(of, pass.most_rows, step)?;
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
     }
 
@@ -388,7 +442,8 @@ impl Forward {
     fn batched_step(&self, of: &Batched, pass: &Pass, tiles: Tiles, (first, phase_count): (usize, u32)) -> BatchedStep {
         let weights = &self.weights.stream;
         let finds_best = pass.output == RowOutput::Best;
-        let list: Global<Phase> = of.programs[self.program(pass)][usize::from(finds_best)].ptr().cast();
+        let program = self.program(pass.most_rows);
+        let list: Global<Phase> = of.programs[program][usize::from(finds_best)].ptr().cast();
         // SAFETY: `first` is one of the program's phases.
         let phases = unsafe { list.at(first) };
         // Only a launch that begins with the first phase is traced.
@@ -400,7 +455,7 @@ impl Forward {
             blocks: weights.blocks(),
             stream: weights.weights().ptr(),
             boxes: of.boxes.as_ref().map_or(Global::default(), |boxes| boxes.ptr(0)),
-            lossless: self.packed_of(PROGRAMS[self.program(pass)]).map(Packed::parts).unwrap_or_default(),
+            lossless: self.packed_of(PROGRAMS[program]).map(Packed::parts).unwrap_or_default(),
             tiles: tiles.list,
             packed: of.packed.pages.ptr(),
             items: of.items.ptr_mut(),
@@ -413,12 +468,14 @@ impl Forward {
         }
     }
 
-    /// The index of a pass's program. Kernels that read codes have no tiles of 96 rows.
-    fn program(&self, pass: &Pass) -> usize {
+    /// The index of the program for a pass over up to `rows` rows, or for the first part of its rows. Kernels that read
+    /// codes have no tiles of 96 rows.
+    fn program(&self, rows: u32) -> usize {
+        let rows = rows.min(MAX_BATCHED_ROWS);
         let has_room = |&program: &(u32, u32)| {
-            pass.most_rows <= program.0 * program.1 && !(program.0 == 96 && self.codes_of(program).is_some())
+            rows <= program.0 * program.1 && !(program.0 == 96 && self.codes_of(program).is_some())
         };
-        PROGRAMS.iter().position(has_room).expect("no pass has more rows")
+        PROGRAMS.iter().position(has_room).expect("the last program has room")
     }
 
     /// The codes that a program reads, if it reads any. It does if the layers' bf16 weights are not kept, or if it has
@@ -436,9 +493,9 @@ impl Forward {
         self.weights.packed().filter(|_| reads)
     }
 
-    /// Launches the phases of a pass that `step` names.
-    fn launch_batched(&self, of: &Batched, pass: &Pass, step: BatchedStep) -> Result<(), Error> {
-        let (d, grid, program) = (&self.device, of.grid, PROGRAMS[self.program(pass)]);
+    /// Launches the phases that `step` names, of a pass over up to `rows` rows.
+    fn launch_batched(&self, of: &Batched, rows: u32, step: BatchedStep) -> Result<(), Error> {
+        let (d, grid, program) = (&self.device, of.grid, PROGRAMS[self.program(rows)]);
         let tile_rows = program.0;
         let shared = BatchedStep::shared_bytes(tile_rows);
         // SAFETY: every address is a buffer of self, of the size that the parameter block states; self outlives the
@@ -507,7 +564,12 @@ impl Forward {
     fn enqueue_many(&self, of: &Batched, pass: &Pass, tiles: Tiles) -> Result<Option<Global<u64>>, Error> {
         let (c, w, d) = (&self.config, &self.weights, &self.device);
         let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
-        let height = TILE_ROWS.iter().position(|&rows| rows == TILE_ROWS_OF_GEMM).expect("there are such maps");
+        // Then the head has several launches, so the last GEMM is none of theirs.
+        let in_parts = pass.most_rows > MAX_BATCHED_ROWS;
+        if in_parts && pass.output == RowOutput::Best {
+            of.best.enqueue_clear()?;
+        }
+        let height = height_of(TILE_ROWS_OF_GEMM);
         // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with
         // room for whole tiles of rows.
         unsafe {
@@ -526,7 +588,7 @@ impl Forward {
                         unsafe { self.enqueue_coded_gemm(coded, pass.most_rows, i, &gemm, false)? };
                     }
                     // Enqueued below, in one launch with the head.
-                    Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down => {}
+                    Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down && !in_parts => {}
                     Operator::Gemm(gemm) => {
                         let (epilogue, p) = self.launched_gemm(i, &gemm, pass.most_rows, residual, of.many.out.ptr(0));
                         let p = Gemm { x: of.maps.ptr(input_map(gemm.input, height)), ..p };
@@ -541,13 +603,35 @@ impl Forward {
         }
         // The last GEMM, unless it was a launch of its own, and the head.
         let head = LAYER_PHASES * (last + 1) + 1;
-        let first = if self.coded.is_some() { head } else { head - 1 };
+        let first = if self.coded.is_some() || in_parts { head } else { head - 1 };
         let count = (head - first) as u32 + u32::from(pass.output != RowOutput::None);
         if count > 0 {
             let end = self.batched_step(of, pass, tiles, (first, count));
-            self.launch_batched(of, pass, end)?;
+            self.launch_batched(of, pass.most_rows, end)?;
+            for part in 1..pass.most_rows.div_ceil(MAX_BATCHED_ROWS) {
+                self.enqueue_head_part(of, pass, part, end)?;
+            }
         }
         Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
+    }
+
+    /// Enqueues the head over part number `part` of a pass's rows, not the first. `end` is the launch for the first.
+    fn enqueue_head_part(&self, of: &Batched, pass: &Pass, part: u32, end: BatchedStep) -> Result<(), Error> {
+        let first = part * MAX_BATCHED_ROWS;
+        let rows = pass.most_rows - first;
+        let programs = &of.many.heads[part as usize - 1].programs[self.program(rows)];
+        let phases = programs[usize::from(pass.output == RowOutput::Best)].ptr().cast();
+        let mut step = BatchedStep { phases, phase_count: 1, ..end };
+        // A part may have fewer rows than the pass. All are computed that there is room for, which is for whole parts.
+        // SAFETY: within the buffers.
+        unsafe {
+            let squares = &mut step.work.residual.squares;
+            *squares = squares.at(first as usize * self.config.plan.hidden / N_TILE as usize);
+            if !step.best.is_null() {
+                step.best = step.best.at(first as usize);
+            }
+        }
+        self.launch_batched(of, rows, step)
     }
 
     /// Enqueues a layer's attention in a launch of its own. All layers of a pass use the same kernel.
@@ -562,7 +646,7 @@ impl Forward {
         let group = c.plan.attention.group() as u32;
         if tiles.count < pass.most_rows || group > BatchedStep::ATTEND_PAIRS {
             // Several rows of a sequence, or more query heads than `attend_batch` takes.
-            return self.launch_batched(of, pass, step);
+            return self.launch_batched(of, pass.most_rows, step);
         }
         let step = BatchedStep { arrivals: many.arrivals.ptr_mut(), ..step };
         // SAFETY: every address is a buffer of self, of the size that the parameter block states.

@@ -12,6 +12,7 @@ use model::Matcher;
 use super::Gpu;
 use crate::Error;
 use crate::backend::Step;
+use crate::cpu::followed;
 use crate::draft::{DraftTokens, learned};
 
 /// A sequence's progress through its form.
@@ -110,7 +111,7 @@ impl Gpu {
     pub(super) fn follow(&mut self, step: &Step) -> Result<(), Error> {
         let Some(form) = &mut self.run.form else { return Ok(()) };
         form.matcher.accept(&step.tokens);
-        form.matcher.check()?;
+        followed(&form.matcher)?;
         form.history.extend(&step.tokens);
         if !form.forced {
             form.acceptance = learned(form.acceptance, &form.proposed, &step.tokens);

@@ -1,6 +1,5 @@
 //! Compiles shapes into forms.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,14 +9,13 @@ use llguidance::toktrie::{InferenceCapabilities, TokEnv};
 
 use super::grammar::Shape;
 use super::matcher::Matcher;
+use super::recent::Recent;
 use super::vocabulary::Vocabulary;
 use super::{BEHIND_THOUGHT, THOUGHT, bounds, mask_words};
 use crate::quiet::apart;
 use crate::text::shown;
 use crate::{Checkpoint, Error, Tokenizer};
 
-/// Number of compiled forms that are kept. When there are more, all are dropped, and compiled again when asked for.
-const REMEMBERED: usize = 1024;
 /// Work that the lexer may spend on one mask, far above what any mask needs. Whether the engine gives up on a mask must
 /// not depend on what earlier masks have put into its cache.
 const MASK_FUEL: u64 = 2_000_000;
@@ -28,7 +26,7 @@ const MASK_ITEMS: usize = 500_000;
 pub struct Forms {
     factory: ParserFactory,
     vocabulary: Arc<Tokens>,
-    known: Mutex<HashMap<String, Result<Arc<Compiled>, String>>>,
+    known: Mutex<Recent<Result<Arc<Compiled>, String>>>,
 }
 
 /// What forms need to know of the model's tokens.
@@ -115,11 +113,7 @@ impl Forms {
             ([Some(open), Some(close)], Ok(behind)) => Some(([open, close], behind)),
             _ => None,
         };
-        Ok(Self {
-            factory,
-            vocabulary: Arc::new(Tokens { vocab_size, known, thought, tags }),
-            known: Mutex::new(HashMap::new()),
-        })
+        Ok(Self { factory, vocabulary: Arc::new(Tokens { vocab_size, known, thought, tags }), known: Mutex::default() })
     }
 
     /// The form of a shape: compiled, or remembered.
@@ -132,11 +126,7 @@ impl Forms {
         let before = known().get(&key).cloned();
         let compiled = before.unwrap_or_else(|| {
             let compiled = self.compiled(shape).map(Arc::new);
-            let mut known = known();
-            if known.len() >= REMEMBERED {
-                known.clear();
-            }
-            known.insert(key, compiled.clone());
+            known().insert(key, compiled.clone());
             compiled
         });
         let compiled = compiled.map_err(|reason| Error::Form { reason })?;

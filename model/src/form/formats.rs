@@ -25,7 +25,8 @@ pub fn hold_to_standards(schema: &mut Value) {
     if !fields.contains_key("pattern") {
         fields.insert("pattern".into(), pattern.into());
     } else if let Value::Array(all) = fields.entry("allOf").or_insert_with(|| json!([])) {
-        all.push(json!({"type": "string", "pattern": pattern}));
+        // With no type, since a pattern says nothing of a value that is no text.
+        all.push(json!({"pattern": pattern}));
     }
 }
 
@@ -75,7 +76,7 @@ mod tests {
                 "properties": {"format": date, "const": {"const": {"format": "date"}}},
                 "items": [time, true],
                 "anyOf": [{"additionalProperties": {"format": "time", "pattern": "^1",
-                    "allOf": [{"type": "string", "pattern": time["pattern"]}]}}],
+                    "allOf": [{"pattern": time["pattern"]}]}}],
                 "default": {"format": "date"},
             })
         );

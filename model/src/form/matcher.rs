@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::compile::{Compiled, Form, Thought, first_line};
+use super::compile::{Compiled, Form, Thought, Tokens, first_line};
 use crate::Error;
 
 /// Follows a form along an answer: says which tokens may come next, and which must.
@@ -194,10 +194,15 @@ impl Matcher {
                 free + usize::from(tokens.get(free).is_some_and(|token| Some(*token) == close))
             }
             Some(before) if self.taken >= before && !self.engine.is_stopped() => {
-                // An end token is no draft, since nothing runs after it.
-                let goes_on = |token: &&u32| super::is_allowed(&self.compiled.tokens.thought, **token);
+                // An end token is no draft, since nothing runs after it. The engine gives up when it is asked about an
+                // id that the tokenizer does not know. The embedding may have rows for such ids, so drafts may be some.
+                let Tokens { known, thought, .. } = &*self.compiled.tokens;
+                let goes_on = |&&token: &&u32| (token as usize) < *known && super::is_allowed(thought, token);
                 let count = tokens.iter().take_while(goes_on).count();
-                self.engine.validate_tokens(&tokens[..count]).unwrap_or(0)
+                self.engine.validate_tokens(&tokens[..count]).unwrap_or_else(|error| {
+                    self.fail(&error.to_string());
+                    0
+                })
             }
             _ => self.sure().iter().zip(tokens).take_while(|(a, b)| a == b).count(),
         }

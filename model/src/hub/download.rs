@@ -1,6 +1,7 @@
 //! Downloads a model's files into the cache: several at once, each continued from where an earlier run stopped.
 
 use std::fs::{self, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -289,7 +290,6 @@ impl Cache {
         fs::create_dir_all(&snapshot).map_err(|e| disk(&e))?;
         for file in files {
             let place = snapshot.join(&file.name);
-            let _ = fs::remove_file(&place);
             let blob = self.blob(&file.info.etag);
             link(&blob, &Path::new("../../blobs").join(&file.info.etag), &place).map_err(|e| disk(&e))?;
         }
@@ -301,18 +301,81 @@ impl Cache {
         let path = self.repository.join("refs").join(revision);
         let written = || {
             fs::create_dir_all(path.parent().unwrap_or(&self.repository))?;
-            fs::write(&path, commit)
+            put(&path, |unfinished| fs::write(unfinished, commit))
         };
         written().map_err(|e| disk(&e))
     }
 }
 
+/// Puts what `make` makes at a path into `place`. Other processes may do the same, or open `place`, meanwhile: there is
+/// always a whole file in it.
+fn put(place: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+    // A random name, since processes of several machines may share a cache.
+    let unfinished = place.with_file_name(format!("{:016x}.incomplete", RandomState::new().hash_one(())));
+    let outcome = make(&unfinished).and_then(|()| fs::rename(&unfinished, place));
+    if outcome.is_err() {
+        let _ = fs::remove_file(&unfinished);
+    }
+    outcome
+}
+
 #[cfg(unix)]
 fn link(_blob: &Path, from_place: &Path, place: &Path) -> io::Result<()> {
-    std::os::unix::fs::symlink(from_place, place)
+    if fs::read_link(place).is_ok_and(|target| target == from_place) {
+        return Ok(());
+    }
+    put(place, |unfinished| std::os::unix::fs::symlink(from_place, unfinished))
 }
 
 #[cfg(not(unix))]
 fn link(blob: &Path, _from_place: &Path, place: &Path) -> io::Result<()> {
-    fs::hard_link(blob, place).or_else(|_| fs::copy(blob, place).map(drop))
+    put(place, |unfinished| fs::hard_link(blob, unfinished).or_else(|_| fs::copy(blob, unfinished).map(drop)))
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt;
+    use std::thread;
+
+    use super::{Cache, FileInfo, Wanted};
+
+    const TEXT: &str = "the same text";
+    const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+    #[test]
+    fn processes_that_finish_together_leave_a_file_in_its_place() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let cache = Cache::open(dir.path().join("models--some--model")).ok().unwrap();
+        let files = ["first", "second"].map(|etag| {
+            fs::write(cache.blob(etag), TEXT).unwrap();
+            let info = FileInfo { etag: etag.to_owned(), size: None };
+            [Wanted { name: "config.json".into(), url: String::new(), info }]
+        });
+        let finish = |files: &[Wanted]| {
+            let finished = cache.link(COMMIT, files).and_then(|_| cache.note_revision("refs/pr/1", COMMIT));
+            finished.unwrap_or_else(|failure| panic!("{}: {}", failure.reason, failure.mend));
+        };
+        finish(&files[0]);
+        let place = cache.repository.join("snapshots").join(COMMIT).join("config.json");
+        let branch = cache.repository.join("refs/refs/pr/1");
+        // Two blobs, so that the link is replaced all the time.
+        let finish_often = |start: usize| (start..start + 1000).for_each(|round| finish(&files[round % 2]));
+        thread::scope(|scope| {
+            let writers: Vec<_> = (0..4).map(|start| scope.spawn(move || finish_often(start))).collect();
+            while writers.iter().any(|writer| !writer.is_finished()) {
+                assert_eq!(fs::read_to_string(&place).unwrap(), TEXT);
+                assert_eq!(fs::read_to_string(&branch).unwrap(), COMMIT);
+            }
+        });
+        for path in [&place, &branch] {
+            assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing unfinished is left");
+        }
+        // A link that is right stays as it is.
+        finish(&files[0]);
+        let number = || fs::symlink_metadata(&place).unwrap().ino();
+        let before = number();
+        finish(&files[0]);
+        assert_eq!(number(), before);
+    }
 }

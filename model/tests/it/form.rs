@@ -155,6 +155,49 @@ fn a_thought_is_free_and_the_form_begins_behind_it() {
     assert_eq!(matcher.forced(9), behind);
 }
 
+/// An embedding may have more rows than the tokenizer has tokens, and drafts may be their ids.
+#[test]
+fn drafts_without_a_token_are_no_part_of_a_form() {
+    let Checkpoint { tokenizer, generation, .. } = demo();
+    let known = tokenizer.vocab_size();
+    let forms = Forms::of(&tokenizer, known + 100, &generation.eos_token_ids).unwrap();
+    let form = forms.compile(&Shape::Regex("[a-z]( [a-z])*".into())).unwrap();
+    let tokens = tokenizer.encode("a b").unwrap();
+    let mut matcher = form.matcher();
+    for unknown in [known, known + 1, known + 99] {
+        let drafts = [&tokens[..], &[unknown as u32], &tokens[1..]].concat();
+        assert_eq!(matcher.possible(&drafts), tokens.len());
+        assert_eq!(matcher.possible(&drafts[tokens.len()..]), 0);
+    }
+    matcher.accept(&tokens);
+    let next = allowed(&mask(&mut matcher, &form), form.vocab_size());
+    matcher.check().unwrap();
+    assert!(next.contains(&tokens[1]) && next.iter().all(|&token| (token as usize) < known), "{next:?}");
+}
+
+/// A format and a pattern restrict texts, and nothing else.
+#[test]
+fn a_format_with_a_pattern_leaves_other_types_alone() {
+    let checkpoint = demo();
+    let forms = Forms::new(&checkpoint).unwrap();
+    let nullable = json!({"type": ["string", "null"], "format": "date", "pattern": "^2"});
+    let parts = json!({"anyOf": [{"type": "string"}, {"type": "null"}], "format": "date", "pattern": "^2"});
+    let text = json!({"type": "string", "format": "date", "pattern": "^2"});
+    for (schema, is_nullable) in [(nullable, true), (parts, true), (text, false)] {
+        let form = forms.compile(&Shape::JsonSchema(schema.clone())).unwrap();
+        for (text, is_possible) in [
+            ("null", is_nullable),
+            ("\"2024-02-29\"", true),
+            ("\"2023-02-29\"", false),
+            ("\"1996-02-29\"", false),
+            ("7", false),
+        ] {
+            let tokens = checkpoint.tokenizer.encode(text).unwrap();
+            assert_eq!(form.matcher().possible(&tokens) == tokens.len(), is_possible, "{text} as {schema}");
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_followed_is_refused_by_its_name() {
     let forms = Forms::new(&demo()).unwrap();

@@ -1,6 +1,6 @@
 //! A request gives the same answer alone and in any batch: the demo model on the CPU.
 
-use host::batch::{CpuBatch, Limits};
+use host::batch::{Batch, CpuBatch, Job, Limits};
 use host::{DeviceChoice, NgramDraft, Request};
 use integration_tests::batch::{Arranged, Happened, requests, together};
 use integration_tests::{answer, demo, demo_prompts, engine, greedy};
@@ -63,6 +63,23 @@ fn a_request_gives_the_same_tokens_in_any_company() {
         seen.swapped > 3 && seen.dropped > 3 && seen.shared > 200 && seen.restored > 50 && seen.accepted > 20,
         "{seen:?}"
     );
+}
+
+#[test]
+fn a_request_for_no_token_gets_none() {
+    let checkpoint = demo();
+    let prompt = demo_prompts(&checkpoint, 1, 20).remove(0);
+    let backend = CpuBatch::new(&checkpoint, limits(16, 40, 0, None), None).unwrap_or_else(|e| panic!("{e}"));
+    let mut batch = Batch::with_backend(checkpoint, Box::new(backend));
+    for (id, tokens) in [(7, 0), (8, 2)] {
+        batch.submit(Job { id, request: greedy(&prompt, tokens, None), logprobs: None }).unwrap();
+    }
+    let mut counts = Vec::new();
+    while !batch.is_idle() {
+        let done = batch.step().unwrap();
+        counts.extend(done.into_iter().map(|done| (done.id, done.answer.unwrap().tokens.len())));
+    }
+    assert_eq!(counts, [(7, 0), (8, 2)]);
 }
 
 #[test]

@@ -43,6 +43,21 @@ fn seen(engine: &mut Engine, request: &Request) -> (Generation, String) {
 }
 
 #[test]
+fn a_token_outside_the_vocabulary_is_refused() {
+    let checkpoint = demo();
+    let unknown = checkpoint.config.vocab_size as u32;
+    for device in [DeviceChoice::Cpu, DeviceChoice::Emulator] {
+        let mut engine = engine(&checkpoint, device, 64);
+        let scored = engine.score(&[0, unknown]).map(drop);
+        let generated = engine.generate(&greedy(&[0, unknown], 3, None), &mut |_| ControlFlow::Continue(())).map(drop);
+        for result in [scored, generated] {
+            let error = result.expect_err("there is no such token").to_string();
+            assert!(error.contains(&unknown.to_string()), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_length_limit_is_met_exactly() {
     let (checkpoint, prompt, plain) = repetitive();
     let mut engine = engine(&checkpoint, DeviceChoice::Cpu, 256);

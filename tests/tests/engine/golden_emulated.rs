@@ -143,6 +143,22 @@ fn a_batched_step_of_many_sequences_gives_the_bits_of_the_unfused_path() {
     }
 }
 
+/// The head is a launch for each 512 rows.
+#[test]
+fn more_rows_than_a_launch_takes_give_the_bits_of_the_unfused_path() {
+    let published = Config { vocab_size: 300, num_hidden_layers: 1, ..Config::published("8B").unwrap() };
+    for code in [None, Some(Code::E4m3)] {
+        let mut config = published.clone();
+        config.plan.resize(256, 256, (2, 1));
+        let device = Device::emulator(540);
+        let weights = DeviceWeights::random_as(&config, &device, code).unwrap();
+        let positions = one_row_at((0..540).map(|i| i % 7));
+        let [unfused, batched, _] = unfused_and_batched(&device, &config, weights, &positions);
+        assert!(unfused.iter().all(|logit| logit.is_finite()));
+        assert!(batched == unfused, "{code:?}");
+    }
+}
+
 /// A row of each sequence.
 fn one_row_at(positions: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
     positions.into_iter().map(|position| position..position + 1).collect()

@@ -4,7 +4,7 @@ use model::Shape;
 use serde_json::{Map, Value};
 
 use super::json::Wrong;
-use super::request::{Refusal, is_nothing, quoted};
+use super::request::{Refusal, quoted};
 
 /// Fields that each ask for a form.
 const GUIDED: [&str; 4] = ["guided_json", "guided_regex", "guided_choice", "guided_grammar"];
@@ -13,21 +13,23 @@ const GUIDED: [&str; 4] = ["guided_json", "guided_regex", "guided_choice", "guid
 const IDLE: [(&str, Option<bool>); 3] =
     [("disable_any_whitespace", None), ("disable_fallback", None), ("disable_additional_properties", Some(false))];
 
-/// The shape that a request's fields ask for, with the name of the field. `get` returns a field if it is there.
+/// The shape that a request's fields ask for, with the name of the field. `get` returns a field if it is there and not
+/// null.
 ///
 /// # Errors
 /// If more than one form is asked for, or a field does not describe a form.
 pub fn shape<'v>(get: impl Fn(&str) -> Option<&'v Value>) -> Result<Option<(&'static str, Shape)>, Refusal> {
     let mut found: Vec<(&'static str, Shape)> = Vec::new();
-    let given = |name: &str| get(name).filter(|value| !is_nothing(value));
-    if let Some(format) = given("response_format") {
+    if let Some(format) = get("response_format") {
         found.extend(response_format(format)?.map(|shape| ("response_format", shape)));
     }
-    if let Some(outputs) = given("structured_outputs") {
+    // An empty object names no form. Elsewhere something empty can be one: any JSON follows the schema `{}`.
+    let names_some = |outputs: &&Value| outputs.as_object().is_none_or(|fields| !fields.is_empty());
+    if let Some(outputs) = get("structured_outputs").filter(names_some) {
         found.push(("structured_outputs", structured_outputs(outputs)?));
     }
     for name in GUIDED {
-        if let Some(value) = given(name) {
+        if let Some(value) = get(name) {
             let kind = name.trim_start_matches("guided_");
             found.push((name, of_kind(kind, value, name)?));
         }
@@ -156,6 +158,11 @@ mod tests {
             (json!({"response_format": {"type": "json_object"}}), Some(Shape::JsonObject)),
             (json!({"response_format": strict}), of_schema.clone()),
             (json!({"guided_json": schema}), of_schema.clone()),
+            (json!({"guided_json": {}}), Some(Shape::JsonSchema(json!({})))),
+            (json!({"guided_regex": ""}), Some(Shape::Regex(String::new()))),
+            // What has no text is refused when it is compiled.
+            (json!({"guided_choice": []}), Some(Shape::Choice(Vec::new()))),
+            (json!({"guided_grammar": ""}), Some(Shape::Lark(String::new()))),
             (json!({"guided_json": schema.to_string()}), of_schema.clone()),
             (json!({"structured_outputs": {"json": schema, "disable_any_whitespace": true}}), of_schema),
             (json!({"structured_outputs": {"json_object": true, "regex": null}}), Some(Shape::JsonObject)),
@@ -172,6 +179,10 @@ mod tests {
         for (body, part) in [
             (json!({"response_format": "json"}), "`response_format` must be an object"),
             (json!({"response_format": {"type": "structural_tag"}}), "has \"structural_tag\""),
+            (json!({"response_format": {}}), "\"json_schema\", and has null"),
+            (json!({"structured_outputs": []}), "`structured_outputs` must be an object"),
+            (json!({"guided_json": ""}), "`guided_json` is a text that is no JSON"),
+            (json!({"guided_json": {}, "guided_regex": "a"}), "`guided_json` and `guided_regex` both"),
             (json!({"response_format": {"type": "json_schema"}}), "`json_schema` must be an object"),
             (json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}), "must have a `schema`"),
             (

@@ -26,20 +26,49 @@ pub struct Tally {
     pub refused: u64,
     /// Refused in this run, by the code of the reason.
     pub refused_by_code: BTreeMap<String, u64>,
+    /// The place of the first request that was refused, and the error.
+    pub first_error: Option<(u64, Value)>,
+    /// Answered or refused in this run, but not written yet. None of the other counts has them.
+    pub not_written: u64,
     /// Answered or refused by an earlier run.
     pub before: u64,
 }
 
+/// What became of a request.
+#[derive(Clone, Debug)]
+pub enum Fate {
+    /// It is answered.
+    Answered {
+        /// Whether `max_tokens` or the end of the context cut the answer off.
+        is_cut_off: bool,
+    },
+    /// It is refused, with this error.
+    Refused(Value),
+}
+
 impl Tally {
-    /// Counts a request that is refused.
-    pub fn refuse(&mut self, code: &str) {
-        self.refused += 1;
-        *self.refused_by_code.entry(code.to_owned()).or_default() += 1;
+    /// Counts request `number`, which was among those that are not written yet, and now is.
+    pub fn count_written(&mut self, number: u64, fate: Fate) {
+        self.not_written -= 1;
+        match fate {
+            Fate::Answered { is_cut_off } => {
+                self.answered += 1;
+                self.cut_off += u64::from(is_cut_off);
+            }
+            Fate::Refused(error) => {
+                let code = error["code"].as_str().unwrap_or_default();
+                self.refused += 1;
+                *self.refused_by_code.entry(code.to_owned()).or_default() += 1;
+                if self.first_error.as_ref().is_none_or(|(first, _)| number < *first) {
+                    self.first_error = Some((number, error));
+                }
+            }
+        }
     }
 
     /// Requests that this run has answered or refused.
     fn now(&self) -> u64 {
-        self.answered + self.refused
+        self.answered + self.refused + self.not_written
     }
 }
 
@@ -118,8 +147,7 @@ impl Bar {
     pub fn end(
         self,
         metrics: &Metrics,
-        tally: &Tally,
-        first_error: Option<Value>,
+        tally: Tally,
         model: String,
         devices: String,
         ended: &anyhow::Result<Ending>,
@@ -136,8 +164,9 @@ impl Bar {
             },
             requests: Requests { answered: tally.answered, refused: tally.refused, done_before: tally.before },
             cut_off: tally.cut_off,
-            refused_by_code: tally.refused_by_code.clone(),
-            first_error,
+            refused_by_code: tally.refused_by_code,
+            first_error: tally.first_error.map(|(_, error)| error),
+            not_written: tally.not_written,
             seconds,
             prompt_tokens: metrics.prompt_tokens,
             prompt_tokens_per_second: ratio(metrics.prompt_tokens as f64, seconds),
@@ -179,6 +208,7 @@ pub struct Summary {
     cut_off: u64,
     refused_by_code: BTreeMap<String, u64>,
     first_error: Option<Value>,
+    not_written: u64,
     seconds: f64,
     prompt_tokens: u64,
     prompt_tokens_per_second: f64,
@@ -218,6 +248,12 @@ impl Summary {
         let kinds: Vec<String> = self.refused_by_code.iter().map(|(code, count)| format!("{count} {code}")).collect();
         let kinds = if kinds.is_empty() { String::new() } else { format!(" ({})", kinds.join(", ")) };
         note(&format!("requests  {answered} answered, {refused} refused{kinds}{before}"));
+        if self.not_written > 0 {
+            note(&format!(
+                "          {} more were finished and are not in the output; they will be done again",
+                self.not_written
+            ));
+        }
         if self.cut_off > 0 {
             note(&format!(
                 "          {} of the answered were cut off by max_tokens or the end of the context; raise --max-tokens, their \
@@ -344,7 +380,8 @@ mod tests {
         bar.start -= Duration::from_secs(60);
         assert_eq!(bar.left(&Tally::default()), None);
         for before in [0, 10, 500, 900] {
-            let tally = Tally { answered: 18, refused: 2, before, ..Tally::default() };
+            // Those that wait to be written are done, as far as time goes.
+            let tally = Tally { answered: 8, refused: 2, not_written: 10, before, ..Tally::default() };
             let left = bar.left(&tally).expect("there was something to go by").as_secs_f64();
             assert!((239.0..242.0).contains(&left), "{before} met: {left} s");
         }

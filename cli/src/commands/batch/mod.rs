@@ -31,7 +31,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::commands::batch::ahead::{Ahead, Held};
 use crate::commands::batch::input::{LONGEST, Lines, is_file};
-use crate::commands::batch::metrics::{Bar, Tally};
+use crate::commands::batch::metrics::{Bar, Fate, Tally};
 use crate::commands::batch::output::Output;
 use crate::commands::batch::pipeline::{Event, Pipeline};
 use crate::commands::batch::request::Reader;
@@ -39,7 +39,6 @@ use crate::commands::batch::result::{Seal, Writer, Written};
 use crate::interrupt::Deferred;
 use crate::progress::Progress;
 use crate::resolve::batch::{Batch as Command, Defaults, Run};
-use crate::resolve::is_standard;
 use crate::{Ending, loading, output as printing};
 
 /// Runs the command.
@@ -92,14 +91,13 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
 
     let reader = Reader::new(&checkpoint, defaults, context);
     let held = ordered.then(Arc::<Held>::default);
-    let goes_on = !is_standard(&to);
+    let goes_on = output.can_go_on();
     let ahead = Ahead { lines, requests, reader, done, output: to, shard, seen: HashMap::new(), held: held.clone() };
     let writer = Writer { model: source.to_string(), fingerprint, tokenizer: checkpoint.tokenizer.clone() };
     let pipeline = Pipeline::start(ahead, batches, writer);
     let (ended, outcome) = Running::new(&pipeline, output, held, Bar::start(survey, report.is_told())).finish();
-    let Outcome { tally, first_error, bar } = outcome;
-    let first_error = first_error.map(|(_, error)| error);
-    let summary = bar.end(&pipeline.metrics(), &tally, first_error, source.to_string(), devices, &ended);
+    let Outcome { tally, bar } = outcome;
+    let summary = bar.end(&pipeline.metrics(), tally, source.to_string(), devices, &ended);
     if report.is_told() {
         summary.summarise(report);
         if goes_on && matches!(ended, Ok(Ending::Interrupted)) {
@@ -191,7 +189,9 @@ struct Running<'a> {
     output: Output,
     /// Results that wait for one before them, if order matters; the reading thread sees through `held` how many they
     /// are.
-    waiting: BTreeMap<u64, String>,
+    waiting: BTreeMap<u64, (String, Fate)>,
+    /// Requests whose results the output has gathered and not written.
+    gathered: Vec<(u64, Fate)>,
     /// `None` if order does not matter.
     held: Option<Arc<Held>>,
     /// How many workers have not ended.
@@ -202,8 +202,6 @@ struct Running<'a> {
 /// What there is to report of a run.
 struct Outcome {
     tally: Tally,
-    /// The place of the first request that was refused, and why.
-    first_error: Option<(u64, Value)>,
     bar: Bar,
 }
 
@@ -214,15 +212,16 @@ fn error_of(result: &str) -> Value {
 
 impl<'a> Running<'a> {
     fn new(pipeline: &'a Pipeline, output: Output, held: Option<Arc<Held>>, bar: Bar) -> Self {
-        let outcome = Outcome { tally: Tally::default(), first_error: None, bar };
-        Self { pipeline, output, waiting: BTreeMap::new(), held, workers: pipeline.workers(), outcome }
+        let (waiting, gathered, workers) = (BTreeMap::new(), Vec::new(), pipeline.workers());
+        Self { pipeline, output, waiting, gathered, held, workers, outcome: Outcome { tally: Tally::default(), bar } }
     }
 
-    /// Writes results until the last worker has ended. Results that have arrived are written, whatever happens.
+    /// Writes results until the last worker has ended. Results that have arrived are written, whatever happens, but not
+    /// those that wait for one before them.
     fn finish(mut self) -> (anyhow::Result<Ending>, Outcome) {
         let ended = self.go_on();
         self.pipeline.stop();
-        let written = self.output.finish();
+        let written = self.flush().and(self.output.finish());
         (ended.and_then(|ending| written.map(|()| ending)), self.outcome)
     }
 
@@ -233,13 +232,11 @@ impl<'a> Running<'a> {
             match self.pipeline.events.recv_timeout(Duration::from_millis(20)) {
                 Ok(Event::DoneBefore) => self.outcome.tally.before += 1,
                 Ok(Event::Refused(number, line)) => {
-                    self.refuse(number, &line);
-                    self.write(number, line);
+                    let fate = Fate::Refused(error_of(&line));
+                    self.write(number, line, fate);
                 }
                 Ok(Event::Answered(number, line, is_cut_off)) => {
-                    self.outcome.tally.answered += 1;
-                    self.outcome.tally.cut_off += u64::from(is_cut_off);
-                    self.write(number, line);
+                    self.write(number, line, Fate::Answered { is_cut_off });
                 }
                 // What was read before the error is answered all the same.
                 Ok(Event::ReaderLeft(error)) => failed = failed.or(error),
@@ -253,7 +250,9 @@ impl<'a> Running<'a> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("a worker was lost; this is a mistake in the program"),
             }
-            self.output.write_due()?;
+            if self.output.is_due() {
+                self.flush()?;
+            }
             if self.outcome.bar.is_due() {
                 self.outcome.bar.show(&self.pipeline.metrics(), &self.outcome.tally);
             }
@@ -261,7 +260,7 @@ impl<'a> Running<'a> {
                 self.pipeline.stop();
             }
         }
-        self.output.flush()?;
+        self.flush()?;
         match failed {
             Some(error) => Err(error),
             None if interrupt.asked() => Ok(Ending::Interrupted),
@@ -269,26 +268,71 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// Counts a refused request, and keeps the error of the first.
-    fn refuse(&mut self, number: u64, line: &str) {
-        let error = error_of(line);
-        let Outcome { tally, first_error, .. } = &mut self.outcome;
-        tally.refuse(error["code"].as_str().unwrap_or_default());
-        if first_error.as_ref().is_none_or(|(first, _)| number < *first) {
-            *first_error = Some((number, error));
-        }
-    }
-
-    fn write(&mut self, number: u64, line: String) {
-        let Some(held) = &self.held else { return self.output.push(&line) };
+    /// Takes the result of request `number`. If order matters, it waits until those before it are there.
+    fn write(&mut self, number: u64, line: String, fate: Fate) {
+        self.outcome.tally.not_written += 1;
+        let Some(held) = self.held.clone() else { return self.push(number, &line, fate) };
         held.bytes.fetch_add(line.len() as u64, Ordering::Relaxed);
-        self.waiting.insert(number, line);
+        self.waiting.insert(number, (line, fate));
         let mut next = held.written.load(Ordering::Relaxed);
-        while let Some(line) = self.waiting.remove(&next) {
-            self.output.push(&line);
+        while let Some((line, fate)) = self.waiting.remove(&next) {
+            self.push(next, &line, fate);
             held.bytes.fetch_sub(line.len() as u64, Ordering::Relaxed);
             next += 1;
         }
         held.written.store(next, Ordering::Relaxed);
+    }
+
+    fn push(&mut self, number: u64, line: &str, fate: Fate) {
+        self.output.push(line);
+        self.gathered.push((number, fate));
+    }
+
+    /// Writes what the output has gathered, and counts it once it is written.
+    fn flush(&mut self) -> anyhow::Result<()> {
+        // If this fails, they are lost, and stay among those that are not written.
+        let gathered = std::mem::take(&mut self.gathered);
+        self.output.flush()?;
+        gathered.into_iter().for_each(|(number, fate)| self.outcome.tally.count_written(number, fate));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// How an ordered run of these events ends: the tally, and what is in the file.
+    fn ordered(events: Vec<Event>) -> (Tally, String) {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        let path = folder.path().join("results.jsonl");
+        let output = Output::open(&path, &mut |_| Ok(())).expect("a file");
+        let pipeline = Pipeline::of(events);
+        let running = Running::new(&pipeline, output, Some(Arc::default()), Bar::start(None, false));
+        let (ended, Outcome { tally, .. }) = running.finish();
+        assert_eq!(ended.err().map(|error| error.to_string()).as_deref(), Some("the device is gone"));
+        (tally, std::fs::read_to_string(path).expect("it is there"))
+    }
+
+    /// A device fails while results wait for one before them.
+    #[test]
+    fn results_that_still_wait_are_not_counted_as_done() {
+        let error = |line: u64| json!({"code": "invalid_request", "message": "no", "line": line});
+        let events = |first: Option<Event>| {
+            let refused = |number, line| Event::Refused(number, json!({"error": error(line)}).to_string() + "\n");
+            let waiting = [refused(3, 4), Event::Answered(1, "b\n".into(), true), refused(2, 3)];
+            let end = Event::WorkerLeft(Some(anyhow!("the device is gone")));
+            waiting.into_iter().chain(first).chain([end]).collect()
+        };
+        let (tally, text) = ordered(events(None));
+        assert_eq!((tally.answered, tally.cut_off, tally.refused, tally.not_written), (0, 0, 0, 3));
+        assert!(tally.first_error.is_none() && tally.refused_by_code.is_empty() && text.is_empty(), "{text}");
+        // Once the first is there, so are all.
+        let (tally, text) = ordered(events(Some(Event::Answered(0, "a\n".into(), false))));
+        assert_eq!((tally.answered, tally.cut_off, tally.refused, tally.not_written), (2, 1, 2, 0));
+        assert_eq!((tally.first_error, tally.refused_by_code["invalid_request"]), (Some((2, error(3))), 2));
+        assert!(text.starts_with("a\nb\n") && text.lines().count() == 4, "{text}");
     }
 }

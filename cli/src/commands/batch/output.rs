@@ -80,18 +80,21 @@ impl Output {
         self.packer.push(line.as_bytes());
     }
 
-    /// Writes what was gathered, if it is due.
-    ///
-    /// # Errors
-    /// As [`flush`](Self::flush).
-    pub fn write_due(&mut self) -> anyhow::Result<()> {
-        if self.packer.is_due() { self.flush() } else { Ok(()) }
+    /// Whether a later run can continue what is written here.
+    pub fn can_go_on(&self) -> bool {
+        matches!(self.sink, Sink::File(..))
+    }
+
+    /// Whether it is time to write what was gathered.
+    pub fn is_due(&self) -> bool {
+        self.packer.is_due()
     }
 
     /// Writes all that was gathered.
     ///
     /// # Errors
-    /// If the disk is full, a pipe is closed, or the system says anything else. A file then ends with a whole line.
+    /// If the disk is full, a pipe is closed, or the system says anything else. A file then ends with a whole line, as
+    /// it did before, and what was gathered is lost.
     pub fn flush(&mut self) -> anyhow::Result<()> {
         let packed = self.packer.take()?;
         let written = match &mut self.sink {

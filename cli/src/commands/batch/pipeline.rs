@@ -114,6 +114,17 @@ impl Pipeline {
 }
 
 #[cfg(test)]
+impl Pipeline {
+    /// A pipeline of `events` that were thought up, the end of one worker among them.
+    pub fn of(events: Vec<Event>) -> Self {
+        let (send, received) = sync_channel(events.len());
+        events.into_iter().for_each(|event| send.send(event).expect("there is room"));
+        let (stop, workers) = (Arc::default(), vec![std::thread::spawn(|| ())]);
+        Self { events: received, stop, progress: Vec::new(), workers }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use anyhow::bail;
 

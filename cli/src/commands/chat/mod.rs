@@ -32,8 +32,7 @@ enum Turn {
 /// Runs the command.
 ///
 /// # Errors
-/// If anything is wrong with the model or the device, if a pipe is closed, or, unless a person types, if a turn is
-/// refused.
+/// If anything is wrong with the model or the device, if a pipe is closed, or, unless a person types, if a turn fails.
 pub fn run(command: Chat) -> anyhow::Result<Ending> {
     loading::start_log(command.report)?;
     let _opening = command.load.device.open_ahead(&command.load.options);
@@ -94,7 +93,7 @@ impl Conversation {
                     // to stop.
                     Ok(Turn::Stopped) if !typed => return Ok(Ending::Interrupted),
                     Ok(_) => {}
-                    Err(error) if typed && is_refusal(&error) => note(&format!("warpdraft: {error}")),
+                    Err(error) if typed && is_of_turn(&error) => note(&format!("warpdraft: {error}")),
                     Err(error) => return Err(error),
                 },
             }
@@ -205,7 +204,47 @@ fn in_conversation(error: anyhow::Error, typed: bool) -> anyhow::Error {
     NoRoom { tokens, or_more, context, mend }.into()
 }
 
-/// Whether the error refuses only this turn.
-fn is_refusal(error: &anyhow::Error) -> bool {
-    error.is::<NoRoom>()
+/// Whether the error is of this turn alone, so that another one may succeed.
+fn is_of_turn(error: &anyhow::Error) -> bool {
+    use model::Error::{ChatTemplate, Encode, Form};
+
+    let in_model = |error: &model::Error| matches!(error, ChatTemplate { .. } | Encode { .. } | Form { .. });
+    let in_host = |error: &host::Error| match error {
+        host::Error::EmptyPrompt | host::Error::FormLost { .. } | host::Error::NotFinite { .. } => true,
+        host::Error::Model(error) => in_model(error),
+        _ => false,
+    };
+    error.is::<NoRoom>() || error.downcast_ref().is_some_and(in_model) || error.downcast_ref().is_some_and(in_host)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_conversation_survives_errors_of_a_turn_and_no_others() {
+        let reason = || "why".to_owned();
+        let template = || model::Error::ChatTemplate { path: "chat_template.jinja".into(), reason: reason() };
+        let too_long = host::Error::PromptTooLong { prompt: 9, context: 8, most: 16 };
+        for error in [
+            in_conversation(too_long.into(), true),
+            template().into(),
+            model::Error::Form { reason: reason() }.into(),
+            host::Error::from(template()).into(),
+            host::Error::from(model::Error::Encode { reason: reason() }).into(),
+            host::Error::FormLost { reason: reason() }.into(),
+            host::Error::NotFinite { what: "logits".into(), position: 7 }.into(),
+            host::Error::EmptyPrompt.into(),
+        ] {
+            assert!(is_of_turn(&error), "{error}");
+        }
+        for error in [
+            host::Error::Driver { doing: "a step".into(), reason: reason() }.into(),
+            host::Error::Stalled { seconds: 60 }.into(),
+            host::Error::from(model::Error::NoForms { reason: reason() }).into(),
+            output::ClosedPipe.into(),
+        ] {
+            assert!(!is_of_turn(&error), "{error}");
+        }
+    }
 }

@@ -22,7 +22,7 @@ use cuda_std::wgmma::{self, Cores};
 use cuda_std::{Global, device, math, thread, warp};
 
 use super::{Addend, Consumer, Part, Products};
-use crate::decode::{DecodeStep, Matrix, WARPS};
+use crate::decode::{DecodeStep, Matrix, WARPS, barrier};
 use crate::e4m3::{self, CHUNK_INPUTS, GROUP};
 use crate::linear::N_TILE;
 use crate::ring::Ring;
@@ -73,13 +73,6 @@ const fn rows(n: u32) -> u32 {
 #[device]
 fn larger(largest: u32, word: u32) -> u32 {
     largest.max(word & 0x7fff).max(word >> 16 & 0x7fff)
-}
-
-/// Four codes, of the pair of bf16 in `low` and the pair in `high`, each multiplied by `inverse` before it is rounded.
-#[device]
-fn codes(low: u32, high: u32, inverse: f32) -> u32 {
-    let ([a, b], [c, d]) = (math::unpack_bf16(low), math::unpack_bf16(high));
-    math::pack_e4m3([a * inverse, b * inverse, c * inverse, d * inverse])
 }
 
 /// What the CTA has staged for a turn: its input, and the weights' scales.
@@ -153,7 +146,7 @@ impl<const N: u32> Warpgroup<N> {
     /// The warpgroup's lanes synchronise, at [barrier](crate::decode#named-barriers) 8 or 9.
     #[device]
     fn sync(&self) {
-        thread::sync_named(8 + self.half, HALF);
+        thread::sync_named(barrier::WARPGROUPS + self.half, HALF);
     }
 
     /// How many of the CTA's `mine` N-tiles are the warpgroup's.

@@ -44,10 +44,10 @@ use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
 use cuda_std::{device, mma, thread, warp};
 
-use super::duty::{Columns, Duty, columns_of, release};
+use super::duty::{Columns, Duty, columns_of};
 use super::{Addend, Consumer, Output, Part, sync};
 use crate::decode::problem::Problem;
-use crate::decode::{DecodeStep, FACTOR_WANTED, FACTORS, Mark, Matrix, SCRATCH, WARPS};
+use crate::decode::{DecodeStep, FACTOR_WANTED, FACTORS, Mark, Matrix, SCRATCH, WARPS, barrier};
 use crate::exchange::{Word, WordKind, Words};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::stream::{CHUNK_FEATURES, N_TILES};
@@ -60,7 +60,7 @@ const ONE_PARTIAL: u32 = N_TILES * K_PARTIALS * N_TILE * 4;
 /// elements.
 const STAGED: u32 = SCRATCH + ONE_PARTIAL;
 const ASKED: usize = 8;
-/// Bytes of one warp's slices there, `[warp][slice][element]`.
+/// Bytes of one warp's slices there, `[warp][turn][element]`.
 const STAGED_BYTES: u32 = ASKED as u32 * SLICE * 2;
 /// Bytes of scratch memory for one row.
 pub const ONE_BYTES: u32 = STAGED - SCRATCH + WARPS * STAGED_BYTES;
@@ -78,14 +78,14 @@ const HELD: usize = 4;
 /// [barrier](crate::decode#named-barriers) 2.
 #[device]
 pub(super) fn sync_with_factor() {
-    thread::sync_named(2, (WARPS + 1) * 32);
+    thread::sync_named(barrier::FACTOR, (WARPS + 1) * 32);
 }
 
 impl<F: FragmentFormat, const SHORT: bool> Duty<F, 1, SHORT> {
     /// The two warps of a split-K partial synchronise, at one of [barriers](crate::decode#named-barriers) 4 to 7.
     #[device]
     fn sync(&self) {
-        thread::sync_named(4 + self.k_split(), WARPS / K_PARTIALS * 32);
+        thread::sync_named(barrier::K_PARTIALS + self.k_split(), WARPS / K_PARTIALS * 32);
     }
 
     /// Puts the words of a warp's slices, from the first turn on, into shared memory, where both warps of its split-K
@@ -290,12 +290,14 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         });
                         // Two lanes release each chunk.
                         let arrives = lane / 2 < chunks;
-                        release(chunk(if arrives { lane / 2 } else { 0 }), arrives);
+                        chunk(if arrives { lane / 2 } else { 0 }).release(arrives);
                         ring = ring.ahead(part.mine * part.problem.depth);
                         // There are at most four turns.
                         let mut words = [words[0], words[1], words[2], words[3]];
                         own_words.settle(&mut words, place);
-                        self.mark(Mark::GridBarrier);
+                        if part.first_n_tile == 0 {
+                            self.mark(Mark::GridBarrier);
+                        }
                         duty.stage::<HELD>(&words);
                         match own {
                             0 => {}

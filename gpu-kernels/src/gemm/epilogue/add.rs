@@ -139,10 +139,13 @@ fn staging(n: u32) -> u32 {
     boxes.addr() + place_in_block().1 * bytes
 }
 
+/// What the offset of a chunk is XORed with in this row, so that the stores of two rows have no bank conflict.
 const fn permutation(row: u32) -> u32 {
     row % 2 * 64
 }
 
+/// Puts a unit's sums into the warp's part of shared memory.
+///
 /// # Safety
 /// The lanes have passed a barrier of the warp since one read what lies there. `n` is the number of weight rows that
 /// the tile is multiplied by, 128 or 256.
@@ -160,6 +163,7 @@ unsafe fn put(n: u32, sums: Sums) {
     warp::sync_warp();
 }
 
+/// The lane's sums of a unit, from the accumulators of its span and of its half of the rows.
 macro_rules! sums_of {
     ($span:expr, $half:expr) => {{
         let mut s: Sums = [[0.0; 2]; 16];

@@ -125,7 +125,7 @@ impl Window {
                 largest = largest.max(a).max(b);
             });
         });
-        let largest = max_of_warp(largest);
+        let largest = warp::max(largest);
         let mut best = Self { base: 0, top: 0, least: 0, escapes: u32::MAX };
         let mut tried = 0;
         while tried < TRIED {
@@ -149,20 +149,12 @@ impl Window {
                 escapes += warp::shuffle_xor(escapes, 16 >> M);
             });
             if escapes < best.escapes {
-                best = Self { base, top: max_of_warp(top), least: 0x7f - max_of_warp(0x7f - least), escapes };
+                best = Self { base, top: warp::max(top), least: 0x7f - warp::max(0x7f - least), escapes };
             }
             tried += 1;
         }
         best
     }
-}
-
-#[device]
-fn max_of_warp(mut x: u32) -> u32 {
-    unroll!(M < 5; {
-        x = x.max(warp::shuffle_xor(x, 16 >> M));
-    });
-    x
 }
 
 /// A tile that cannot be packed counts as having so many escapes: one that can has fewer.

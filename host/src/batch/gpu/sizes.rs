@@ -8,7 +8,7 @@ use model::Config;
 use crate::batch::{BatchOptions, Limits, PAGE_TOKENS};
 use crate::cache::KvCache;
 use crate::device::Device;
-use crate::forward::{Capacity, FULL_ROWS, Footprint};
+use crate::forward::{Capacity, FULL_ROWS, Footprint, MOST_PASS_ROWS};
 use crate::prefill;
 use crate::tuning::PASS_ROWS;
 use crate::{Error, LoadOptions};
@@ -56,7 +56,7 @@ impl BatchSizes {
     /// Most rows of a pass over generated rows. The [room](Self::room) is larger, because a sequence that is read ahead
     /// may have its first token chosen in the same step as all others.
     pub fn decode_rows(&self) -> usize {
-        self.room(0).rows.min(MAX_BATCHED_ROWS as usize)
+        self.room(0).rows.min(if self.prompts_apart { MOST_PASS_ROWS } else { MAX_BATCHED_ROWS } as usize)
     }
 
     /// Whether every step over generated rows is small enough for the decode kernel.
@@ -186,7 +186,8 @@ mod tests {
         };
         assert_eq!(rows(None, true), (64, 64, 8));
         assert_eq!(rows(Some(256), true), (384, 384, 281));
-        assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), true), (512, 640, 563));
-        assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), false), (512, 512, 512));
+        assert_eq!(rows(Some(512), true), (1024, 1024, 563));
+        assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), true), (1024, 1536, 1126));
+        assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), false), (512, 1024, 1024));
     }
 }

@@ -12,7 +12,7 @@
 
 use cuda_std::{bulk, device, shared, thread, warp};
 
-use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
+use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, larger};
 use crate::decode::attention::QUERY_BYTES;
 use crate::decode::consumer::one::{sync_with_factor, want_factor};
 use crate::decode::consumer::{Consumer, Part, sync};
@@ -158,7 +158,7 @@ unsafe fn stage_words(words: &[Word; 2 * ASKED], staged: &Staged, lane: u32, war
         // SAFETY: the caller's word.
         unsafe {
             let to = staged.codes.at(I * CHUNK_INPUTS as usize + at as usize);
-            to.cast::<u32>().store(0, codes(low, high, inverse));
+            to.cast::<u32>().store(0, e4m3::codes_of_four([low, high], inverse));
             if lane == 0 {
                 staged.scales.store(I * SLICES as usize + warp_id as usize, scale);
             }

@@ -10,7 +10,7 @@
 
 use cuda_std::{Global, bf16, bulk, device, shared, thread, warp};
 
-use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, codes, larger};
+use super::{OWN, Staged, WEIGHT_SCALES, Warpgroup, larger};
 use crate::activations::element_at;
 use crate::decode::consumer::some::slot;
 use crate::decode::consumer::{Addend, Consumer, Part, sync};
@@ -71,7 +71,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 let at = (set * 8 + part / 2 * 2) * 128 + (row % 2 * 4 + group) * 16 + part % 2 * 4;
                 let to = self.p.inputs.codes.at((half / 2 * Inputs::CHUNK_CODES + at) as usize).cast::<u32>();
                 unroll!(W < 4; {
-                    to.store(W / 2 * 32 + W % 2 * 2, codes(words[0][W], words[1][W], inverse));
+                    to.store(W / 2 * 32 + W % 2 * 2, e4m3::codes_of_four([words[0][W], words[1][W]], inverse));
                 });
                 if part == 0 {
                     let at = half / 2 * Inputs::CHUNK_SCALES + row * SLICES + half % 2 * 4 + group;
