@@ -1,6 +1,6 @@
 //! Passes over the rows of many sequences on Hopper, each in one launch of `gpu_kernels::batched`. They give the same
-//! bits as the unfused path. In passes with many rows, the GEMMs are separate launches of [`gpu_kernels::gemm`], and the
-//! head is a launch for each [`MAX_BATCHED_ROWS`] of them.
+//! bits as the unfused path. In passes with many rows, the GEMMs are separate launches of [`gpu_kernels::gemm`], and
+//! the head is a launch for each [`MAX_BATCHED_ROWS`] of them.
 
 use cuda_std::tensor::{Matrix, TensorMap};
 use cuda_std::{Global, GlobalMut, Kernel};
