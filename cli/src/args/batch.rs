@@ -66,8 +66,8 @@ pub struct BatchArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Batch (changes the speed, never the text)")]
 pub struct SizeArgs {
-    /// Most requests that are answered at once, up to 1024 [default: 1024 on an H200, 512 on an H100, else 256; 32 on
-    /// the CPU]
+    /// Most requests that are answered at once, up to 1024 [default: 512 to 1024 on an H200, as memory allows; 512 on
+    /// an H100, else 256; 32 on the CPU]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=i64::from(BatchOptions::MOST_SEQUENCES)))]
     pub sequences: Option<u32>,

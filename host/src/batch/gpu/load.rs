@@ -171,6 +171,8 @@ impl GpuBatch {
         // The format of the weights is chosen for the shortest context: a longer one is no reason for another format.
         let sizes = BatchSizes::new(device, shortest, &options);
         let kept = Self::kept(checkpoint, device, (&sizes, &options), |kept| memory.pages(shortest, kept))?;
+        let options = sizes.with_sequences_for(memory.pages(shortest, kept)?, options);
+        let memory = MemoryPlan { options: &options, ..memory };
         let context = memory.context(contexts, kept)?;
         memory.pages(context, kept)?;
         let of_model = DeviceWeights::bytes(config, kept);

@@ -16,6 +16,10 @@ use crate::{Error, LoadOptions};
 /// If prompts have passes of their own: for this many sequences that generate, the prompt of one more is read ahead, to
 /// take the place of one that ends.
 const AHEAD: usize = 10;
+/// More sequences than this generate at once only if the cache has [`TOKENS_EACH`] for each of them, unless a number is
+/// asked for. With less, many would be preempted.
+const SEQUENCES_AT_LEAST: usize = 512;
+const TOKENS_EACH: usize = 640;
 /// Most rows of a step, for which lists have room.
 const MOST_ROWS: usize = 1 << 16;
 /// Bytes of device memory that are left to other programs.
@@ -46,6 +50,16 @@ impl BatchSizes {
         let sequences = generating + if prompts_apart { generating / AHEAD } else { 0 };
         let rows = options.rows.unwrap_or(if prompts_apart { PASS_ROWS as u32 } else { tuning.step_rows }) as usize;
         Self { context, generating, sequences, rows: rows.clamp(sequences, MOST_ROWS), prompts_apart }
+    }
+
+    /// The options for a cache of `pages` pages: with fewer sequences, if these would be too many for it and were not
+    /// asked for.
+    pub fn with_sequences_for(&self, pages: usize, options: BatchOptions) -> BatchOptions {
+        if options.sequences.is_some() || self.generating <= SEQUENCES_AT_LEAST {
+            return options;
+        }
+        let fit = pages * PAGE_TOKENS / TOKENS_EACH.min(self.context);
+        BatchOptions { sequences: Some(fit.clamp(SEQUENCES_AT_LEAST, self.generating) as u32), ..options }
     }
 
     /// Rows of a pass over prompts. None if there are no such passes.
@@ -189,5 +203,22 @@ mod tests {
         assert_eq!(rows(Some(512), true), (1024, 1024, 563));
         assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), true), (1024, 1536, 1126));
         assert_eq!(rows(Some(BatchOptions::MOST_SEQUENCES), false), (512, 1024, 1024));
+    }
+
+    #[test]
+    fn a_small_cache_has_fewer_sequences() {
+        let options = BatchOptions::default();
+        let sizes =
+            |context| BatchSizes { context, generating: 1024, sequences: 1126, rows: 8192, prompts_apart: true };
+        let sequences = |context, pages| sizes(context).with_sequences_for(pages, options).sequences;
+        assert_eq!(sequences(8192, 10 * 1024), Some(1024));
+        assert_eq!(sequences(8192, 10 * 700), Some(700));
+        assert_eq!(sequences(8192, 100), Some(512));
+        // Of a short context no sequence needs more.
+        assert_eq!(sequences(128, 2 * 800), Some(800));
+        let asked = BatchOptions { sequences: Some(900), ..options };
+        assert_eq!(sizes(8192).with_sequences_for(100, asked).sequences, Some(900));
+        let few = BatchSizes { generating: 512, ..sizes(8192) };
+        assert_eq!(few.with_sequences_for(100, options).sequences, None);
     }
 }
