@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn large_texts_do_not_add_up() {
         let mut recent = Recent::default();
-        let long = |i: usize, bytes| format!("{i:0bytes$}");
+        let long = |digit: usize, bytes| digit.to_string().repeat(bytes);
         for i in 0..9 {
             recent.insert(long(i, MOST_BYTES / 3), i);
             assert!(recent.bytes <= MOST_BYTES);
