@@ -40,8 +40,8 @@ pub(crate) unsafe fn for_phase(barrier: Barrier, parity: u32) {
     unsafe { until(|| barrier.try_wait(parity)) }
 }
 
-/// As [`for_phase`], for a whole warpgroup. Under the emulator so many lanes that poll would keep all others waiting, so
-/// there they rest; it reports waits that never end.
+/// As [`for_phase`], for a whole warpgroup. Under the emulator so many lanes that poll would keep all others waiting.
+/// So there they rest; it reports waits that never end.
 ///
 /// # Safety
 /// As for [`for_phase`].

@@ -360,7 +360,7 @@ mod tests {
         let place = cache.repository.join("snapshots").join(COMMIT).join("config.json");
         let branch = cache.repository.join("refs/refs/pr/1");
         // Two blobs, so that the link is replaced all the time.
-        let finish_often = |start: usize| (start..start + 1000).for_each(|round| finish(&files[round % 2]));
+        let finish_often = |start: usize| (start..start + 200).for_each(|round| finish(&files[round % 2]));
         thread::scope(|scope| {
             let writers: Vec<_> = (0..4).map(|start| scope.spawn(move || finish_often(start))).collect();
             while writers.iter().any(|writer| !writer.is_finished()) {
