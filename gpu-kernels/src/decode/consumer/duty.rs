@@ -10,13 +10,29 @@
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use cuda_std::{device, mma, thread};
+use cuda_std::{bulk, device, mma, thread, warp};
 
 use super::Part;
 use crate::decode::{DecodeStep, N_TILES};
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
 use crate::weights::{FragmentFormat, WeightFragments};
+
+/// As [`Ring::release`], by a branch. In these kernels the predicated form has registers spilled.
+///
+/// # Safety
+/// As for [`Ring::release`].
+#[device]
+pub(super) unsafe fn release(chunk: Ring, arrives: bool) {
+    // SAFETY: the caller's word.
+    unsafe {
+        bulk::fence_proxy_async();
+        warp::sync_warp();
+        if arrives {
+            chunk.empty().arrive();
+        }
+    }
+}
 
 /// A warp's part of a GEMM: the [split-K partial](crate::linear#order) numbered `k_split`, whose slices of a chunk are
 /// `k_split` and `k_split + 4`. Two warps share a split-K partial, one in each half of the CTA. If the rows are one
@@ -192,7 +208,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     unsafe fn release_loaded(&self, tile: &Tile) {
         if F::IN_PLACE {
             // SAFETY: the caller's word.
-            unsafe { tile.stage.release(self.lane < Self::ARRIVALS && tile.ends) }
+            unsafe { release(tile.stage, self.lane < Self::ARRIVALS && tile.ends) }
         }
     }
 
@@ -489,8 +505,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                     let next = ahead!(self.n_tile(s as u32 + 1));
                     let (low, high) = (self.load(p, &chunk, chunk_of), self.load(p, &next, chunk_of));
                     let arrives = ends && self.lane < 2 * Self::ARRIVALS;
-                    let own_stage = if self.lane < Self::ARRIVALS { chunk } else { next };
-                    own_stage.release(arrives);
+                    release(if self.lane < Self::ARRIVALS { chunk } else { next }, arrives);
                     unroll!(I < 8; {
                         let b = columns_of(&columns[0], I);
                         acc[s] = mma::m16n8k16_bf16(acc[s], low[I], b);
@@ -498,7 +513,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                     });
                 } else if (s as u32) < own {
                     let a = self.load(p, &chunk, chunk_of);
-                    chunk.release(ends && self.lane < Self::ARRIVALS);
+                    release(chunk, ends && self.lane < Self::ARRIVALS);
                     unroll!(I < 8; {
                         acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(&columns[0], I));
                     });

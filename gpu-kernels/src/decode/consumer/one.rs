@@ -44,7 +44,7 @@ use cuda_std::bulk::Barrier;
 use cuda_std::shared::{self, Shared};
 use cuda_std::{device, mma, thread, warp};
 
-use super::duty::{Columns, Duty, columns_of};
+use super::duty::{Columns, Duty, columns_of, release};
 use super::{Addend, Consumer, Output, Part, sync};
 use crate::decode::problem::Problem;
 use crate::decode::{DecodeStep, FACTOR_WANTED, FACTORS, Mark, Matrix, SCRATCH, WARPS, barrier};
@@ -290,7 +290,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                         });
                         // Two lanes release each chunk.
                         let arrives = lane / 2 < chunks;
-                        chunk(if arrives { lane / 2 } else { 0 }).release(arrives);
+                        release(chunk(if arrives { lane / 2 } else { 0 }), arrives);
                         ring = ring.ahead(part.mine * part.problem.depth);
                         // There are at most four turns.
                         let mut words = [words[0], words[1], words[2], words[3]];
