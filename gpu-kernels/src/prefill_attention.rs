@@ -232,7 +232,7 @@ impl BlockRing {
     #[device]
     unsafe fn wait_full(&self) {
         // SAFETY: the caller's word.
-        unsafe { waiting::group_for_phase(self.full(), self.parity()) }
+        unsafe { waiting::for_phase(self.full(), self.parity()) }
     }
 
     /// Waits until the stage is free, and has its barrier expect a whole stage of bytes.
@@ -244,7 +244,7 @@ impl BlockRing {
     unsafe fn begin_fill(&self) {
         // SAFETY: the caller's word.
         unsafe {
-            waiting::group_for_phase(self.empty(), self.parity() ^ 1);
+            waiting::for_phase(self.empty(), self.parity() ^ 1);
             self.full().arrive_expect_tx(STAGE_BYTES);
         }
     }
@@ -475,7 +475,7 @@ unsafe fn consume<const CLUSTER: u32>(p: &PrefillAttention, tile: Tile, head: u3
         let scale = p.scale * LOG2_E;
         let mut running = Running { top: [f32::NEG_INFINITY; 2], norm: [0.0; 2] };
 
-        waiting::group_for_phase(queries_full, 0);
+        waiting::for_phase(queries_full, 0);
         keys.wait_full();
         wgmma::fence();
         begin_scores(queries, Operand::at(keys.stage_buffer()));

@@ -40,24 +40,6 @@ pub(crate) unsafe fn for_phase(barrier: Barrier, parity: u32) {
     unsafe { until(|| barrier.try_wait(parity)) }
 }
 
-/// As [`for_phase`], for a whole warpgroup. Under the emulator so many lanes that poll would keep all others waiting.
-/// So there they rest; it reports waits that never end.
-///
-/// # Safety
-/// As for [`for_phase`].
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-#[device]
-pub(crate) unsafe fn group_for_phase(barrier: Barrier, parity: u32) {
-    // SAFETY: the caller's word.
-    unsafe {
-        if cfg!(target_arch = "nvptx64") {
-            for_phase(barrier, parity);
-        } else {
-            barrier.wait(parity);
-        }
-    }
-}
-
 /// Waits until counter `i` is at least `least`. Acquires: the caller then sees what other threads wrote before they
 /// counted.
 ///

@@ -217,3 +217,46 @@ pub unsafe fn abandoned(p: Io) {
 fn a_copy_must_be_waited_for() {
     fails::<abandoned>(Launch::new(1, 32), 32, &["lane 3 of block (0, 0, 0)"]);
 }
+
+/// One warp tries to wait for a phase that ends only after it has given up.
+#[kernel(threads = 64)]
+pub unsafe fn tries_twice(p: Io) {
+    // SAFETY: a word for each lane, and a barrier in shared memory.
+    unsafe {
+        let (thread, barrier) = (thread::thread_idx_x(), Barrier::at(shared::dynamic(0)));
+        if thread == 0 {
+            barrier.init(1);
+            bulk::fence_init();
+        }
+        thread::sync_threads();
+        let came = thread::warp_id() == 0 && barrier.try_wait(0);
+        thread::sync_threads();
+        if thread == 40 {
+            barrier.arrive();
+        }
+        p.output.store(thread as usize, u32::from(came) * 2 + u32::from(barrier.try_wait(0)));
+    }
+}
+
+/// Tries for ever.
+#[kernel(threads = 32)]
+pub unsafe fn tries_on(_p: Io) {
+    // SAFETY: a barrier in shared memory.
+    unsafe {
+        let barrier = Barrier::at(shared::dynamic(0));
+        if thread::thread_idx_x() == 0 {
+            barrier.init(1);
+            bulk::fence_init();
+        }
+        thread::sync_threads();
+        while !barrier.try_wait(0) {}
+    }
+}
+
+#[test]
+fn who_tries_to_wait_gives_up_when_nothing_else_can_happen() {
+    passes::<tries_twice>(Launch::new(1, 64), 64, |_| 1);
+    let how = Launch { idle_steps: 10_000, ..Launch::new(1, 32) };
+    let text = fails::<tries_on>(how, 32, &["livelock: for 10000 steps lanes did nothing but poll"]);
+    assert!(text.contains("lanes 0-31 of block (0, 0, 0) wait for parity 0 of the mbarrier"), "{text}");
+}

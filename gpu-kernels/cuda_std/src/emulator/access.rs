@@ -258,10 +258,11 @@ fn acquire(world: &mut World, address: Address, ordering: Ordering, scope: Scope
         return;
     }
     let counts = released.counts.clone();
-    let lane = world.lane();
     if matches!(ordering, Ordering::Acquire | Ordering::AcqRel) {
-        lane.clock.learn(&counts);
-    } else if !lane.seen.last().is_some_and(|seen| Rc::ptr_eq(&seen.0, &counts)) {
+        return world.learn(world.current, &counts);
+    }
+    let lane = world.lane();
+    if !lane.seen.last().is_some_and(|seen| Rc::ptr_eq(&seen.0, &counts)) {
         lane.seen.push((counts, device, block));
     }
 }
@@ -301,15 +302,16 @@ fn release(world: &mut World, address: Address, ordering: Ordering, scope: Scope
 
 /// A fence: the lane learns what its relaxed atomics have seen, and its later ones publish what it knows now.
 pub fn fence(scope: Scope) {
-    let lane = world().lane();
+    let world = world();
     let wide = scope != Scope::Block;
-    for (counts, device, block) in std::mem::take(&mut lane.seen) {
+    for (counts, device, block) in std::mem::take(&mut world.lane().seen) {
         if block || wide && device {
-            lane.clock.learn(&counts);
+            world.learn(world.current, &counts);
         } else {
-            lane.seen.push((counts, device, block));
+            world.lane().seen.push((counts, device, block));
         }
     }
+    let lane = world.lane();
     lane.released[0] = Some(lane.clock.clone());
     if wide {
         lane.released[1] = Some(lane.clock.clone());

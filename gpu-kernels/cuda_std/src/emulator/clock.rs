@@ -43,10 +43,11 @@ impl Counts {
     }
 
     pub fn get(&self, name: Name) -> u32 {
-        match self.0.binary_search_by_key(&name.block(), |part| part.0) {
-            Ok(at) => self.0[at].1[name.slot() as usize],
-            Err(_) => 0,
-        }
+        self.part(name.block()).map_or(0, |counts| counts[name.slot() as usize])
+    }
+
+    fn part(&self, block: u32) -> Option<&Rc<[u32]>> {
+        self.0.binary_search_by_key(&block, |part| part.0).ok().map(|at| &self.0[at].1)
     }
 
     /// Joins the counts of one block into these.
@@ -93,6 +94,12 @@ impl Base {
             self.foreign.as_ref().map_or(0, |counts| counts.get(name))
         }
     }
+
+    /// Whether nothing in the counts of block `theirs` is news to a lane of `block`.
+    fn covers(&self, block: u32, theirs: u32, counts: &Rc<[u32]>) -> bool {
+        let known = if theirs == block { Some(&self.own) } else { self.foreign.as_ref().and_then(|f| f.part(theirs)) };
+        known.is_some_and(|known| Rc::ptr_eq(known, counts) || known.iter().zip(counts.iter()).all(|(a, b)| a >= b))
+    }
 }
 
 /// A lane's knowledge.
@@ -126,8 +133,11 @@ impl Clock {
 
     /// Adds `counts` to what the lane knows.
     pub fn learn(&mut self, counts: &Counts) {
-        let mut base = Base::clone(&self.base);
         let block = self.name.block();
+        if counts.0.iter().all(|(theirs, part)| self.base.covers(block, *theirs, part)) {
+            return;
+        }
+        let mut base = Base::clone(&self.base);
         let mut foreign = base.foreign.as_deref().cloned().unwrap_or_default();
         for (theirs, part) in &counts.0 {
             if *theirs == block {

@@ -1,5 +1,7 @@
 //! Where lanes meet: warp collectives and the barriers of a block.
 
+use std::rc::Rc;
+
 use super::clock::{self, Counts};
 use super::error::EmulatorError;
 use super::world::{Site, State, World, fail, misuse, suspend, world};
@@ -250,8 +252,9 @@ fn end_cluster_barrier(world: &mut World, number: usize) -> bool {
         }
         lane.clock.count += 1;
     }
+    let counts = Rc::new(counts);
     for &(lane, _) in &met {
-        world.lanes[lane].clock.learn(&counts);
+        world.learn(lane, &counts);
         world.wake(lane);
     }
     world.progress();

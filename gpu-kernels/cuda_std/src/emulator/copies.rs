@@ -11,7 +11,7 @@ use super::access::Address;
 use super::clock::{Clock, Counts, Name};
 use super::order::Who;
 use super::race::Mode;
-use super::world::{Block, SHARED_BASE, Site, State, Turn, World, misuse, suspend, world};
+use super::world::{Block, Lane, SHARED_BASE, Site, State, Turn, World, misuse, suspend, world};
 
 /// A copy in flight.
 #[derive(Clone, Copy)]
@@ -316,8 +316,35 @@ impl World {
             return self.skips(self.slot(), address);
         }
         let counts = barrier.arrived.clone();
-        self.lane().clock.learn(&counts);
+        self.learn(self.current, &counts);
         true
+    }
+
+    /// Has the current lane wait for the end of that phase. If it `tries`, it gives up some time.
+    fn wait(&mut self, address: u32, parity: u32, tries: bool, site: Site) {
+        let (lane, parity) = (self.current, parity & 1);
+        self.lane().state = State::Phase { barrier: address, parity, tries, site };
+        self.warps[lane / 32].runnable &= !(1 << (lane % 32));
+        self.mbarrier(self.slot(), address, site).waiting.push((lane, parity));
+    }
+
+    /// Wakes the lanes that give up waiting for a phase. False if there is none.
+    pub fn give_up(&mut self) -> bool {
+        let tries = |lane: usize, lanes: &[Lane]| matches!(lanes[lane].state, State::Phase { tries: true, .. });
+        let mut woken = Vec::new();
+        for barrier in self.blocks.iter_mut().flat_map(|block| block.mbarriers.values_mut()) {
+            let lanes = &self.lanes;
+            woken.extend(barrier.waiting.extract_if(.., |waits| tries(waits.0, lanes)).map(|waits| waits.0));
+        }
+        // The order of barriers in a map is no order.
+        woken.sort_unstable();
+        for &lane in &woken {
+            // Errors say what it waits for.
+            let state = self.lanes[lane].state;
+            self.wake(lane);
+            self.lanes[lane].state = state;
+        }
+        !woken.is_empty()
     }
 }
 
@@ -384,12 +411,17 @@ pub fn send16(destination: u32, words: [u32; 4], barrier: u32, site: Site) {
     });
 }
 
+/// The time after which it gives up is over when nothing else can happen.
 pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {
-    super::access::poll(world(), true, site);
+    if world().passed(address, parity, site) {
+        return true;
+    }
+    world().wait(address, parity, true, site);
     suspend();
-    let world = world();
-    world.lane().state = State::Ready;
-    world.passed(address, parity, site)
+    let passed = world().passed(address, parity, site);
+    super::access::poll(world(), !passed, site);
+    world().lane().state = State::Ready;
+    passed
 }
 
 pub fn mbarrier_test_wait(address: u32, parity: u32, site: Site) -> bool {
@@ -398,11 +430,7 @@ pub fn mbarrier_test_wait(address: u32, parity: u32, site: Site) -> bool {
 
 pub fn mbarrier_wait(address: u32, parity: u32, site: Site) {
     while !world().passed(address, parity, site) {
-        let world = world();
-        let lane = world.current;
-        world.lane().state = State::Phase { barrier: address, parity: parity & 1, site };
-        world.warps[lane / 32].runnable &= !(1 << (lane % 32));
-        world.mbarrier(world.slot(), address, site).waiting.push((lane, parity & 1));
+        world().wait(address, parity, false, site);
         suspend();
     }
 }

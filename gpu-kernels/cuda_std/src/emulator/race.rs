@@ -107,6 +107,24 @@ pub struct Past {
     pub site: &'static Location<'static>,
 }
 
+/// The first of the `past` accesses that races with `record`, an access by the lane of `clock`.
+#[inline]
+fn conflict(past: &[Record], record: &Record, clock: &Clock) -> Option<Past> {
+    // Neighbours were mostly accessed together.
+    let mut known = (Name::NOBODY, 0);
+    for past in past {
+        if (past.name, past.epoch) == known {
+            continue;
+        }
+        if past.before(clock) {
+            known = (past.name, past.epoch);
+        } else if !(past.mode.atomic() && record.mode.atomic()) {
+            return Some(past.access());
+        }
+    }
+    None
+}
+
 /// A bit for each byte of a page.
 type Bits = Box<[u16; PAGE / 16]>;
 
@@ -170,10 +188,9 @@ impl Page {
             self.refine(grain);
         }
         let cells = self.cells(&range);
-        let conflicts = |past: &&Record| !(past.before(clock) || past.mode.atomic() && record.mode.atomic());
         let writers = &mut self.writers[cells.clone()];
-        if let Some(writer) = writers.iter().find(conflicts) {
-            return Err(writer.access());
+        if let Some(writer) = conflict(writers, &record, clock) {
+            return Err(writer);
         }
         let [last, before] = &mut self.readers;
         let (last, before) = (&mut last[cells.clone()], &mut before[cells]);
@@ -186,8 +203,8 @@ impl Page {
             }
             return Ok(());
         }
-        if let Some(reader) = last.iter().chain(before.iter()).find(conflicts) {
-            return Err(reader.access());
+        if let Some(reader) = conflict(last, &record, clock).or_else(|| conflict(before, &record, clock)) {
+            return Err(reader);
         }
         writers.fill(record);
         last.fill(Record::NONE);

@@ -53,6 +53,7 @@ impl World {
             regions: Vec::new(),
             last_region: 0,
             released: HashMap::new(),
+            learned: None,
             flights: Vec::new(),
             waiting,
             phases_awaited: 0,
@@ -195,6 +196,9 @@ fn turn() -> bool {
         if count > 0 {
             let chosen = world.order.rng().map_or(0, |rng| rng.below(count));
             world.land(chosen, chosen == 0);
+            return true;
+        }
+        if world.give_up() {
             return true;
         }
         let left = world.lanes.iter().any(|lane| lane.state != State::Exited);

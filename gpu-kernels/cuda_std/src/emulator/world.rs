@@ -47,6 +47,8 @@ pub enum State {
     Phase {
         barrier: u32,
         parity: u32,
+        /// Whether it gives up some time.
+        tries: bool,
         site: Site,
     },
     Exited,
@@ -155,6 +157,8 @@ pub struct World {
     pub regions: Vec<Region>,
     pub last_region: usize,
     pub released: HashMap<u64, Released>,
+    /// What a lane knew, what it learned then, and what it knew afterwards: of the lane that learned last.
+    pub learned: Option<(Rc<Base>, Rc<Counts>, Rc<Base>)>,
     pub flights: Vec<Flight>,
     /// Clusters still to start, the next one last.
     pub waiting: Vec<u32>,
@@ -314,6 +318,21 @@ impl World {
         warp.runnable |= 1 << (lane % 32);
     }
 
+    /// Adds `counts` to what a lane knows. Its neighbours often learn the same just before or after it.
+    pub fn learn(&mut self, lane: usize, counts: &Rc<Counts>) {
+        let clock = &mut self.lanes[lane].clock;
+        match &self.learned {
+            Some((base, of, then)) if Rc::ptr_eq(base, &clock.base) && Rc::ptr_eq(of, counts) => {
+                clock.base = then.clone();
+            }
+            _ => {
+                let base = clock.base.clone();
+                clock.learn(counts);
+                self.learned = Some((base, counts.clone(), clock.base.clone()));
+            }
+        }
+    }
+
     /// Something happened that others may have been waiting for.
     #[inline]
     pub fn progress(&mut self) {
@@ -350,7 +369,7 @@ impl World {
                     State::Barrier(0, site) => format!("wait at sync_threads at {site}"),
                     State::Barrier(id, site) => format!("wait at named barrier {id} at {site}"),
                     State::Cluster(site) => format!("wait for their cluster at {site}"),
-                    State::Phase { barrier, parity, site } => {
+                    State::Phase { barrier, parity, site, .. } => {
                         let offset = barrier.wrapping_sub(SHARED_BASE);
                         format!("wait for parity {parity} of the mbarrier at shared offset {offset} at {site}")
                     }
