@@ -1,23 +1,20 @@
 //! Passes over the rows of many sequences on Hopper, each in one launch of `gpu_kernels::batched`. They give the same
-//! bits as the unfused path. In passes with many rows, the GEMMs are separate launches of [`gpu_kernels::gemm`], and
-//! the head is a launch for each [`MAX_BATCHED_ROWS`] of them.
+//! bits as the unfused path. Passes with [many] rows have several launches.
 
-use cuda_std::tensor::{Matrix, TensorMap};
+mod many;
+
+use cuda_std::tensor::Matrix;
 use cuda_std::{Global, GlobalMut, Kernel};
 use gpu_kernels::batched::{self, BatchedStep, CodedKernels, MAX_BATCHED_ROWS, Phase, PhaseKind, Share};
-use gpu_kernels::embedding;
-use gpu_kernels::gemm::Gemm;
-use gpu_kernels::linear::N_TILE;
-use gpu_kernels::norm::{Norm, Residual, SPAN};
 use gpu_kernels::packed::{self, PackPages};
 use gpu_kernels::stream::StreamMatrix;
 use gpu_kernels::weights;
 use model::plan::{self, Epilogue, Input, LayerPlan, Operator};
 
+use self::many::Many;
 use super::{Capacity, Forward, Pass, RowOutput, Tiles};
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
-use crate::gemm;
 use crate::lossless::Packed;
 use crate::quantized::{Quantized, by_code};
 
@@ -64,32 +61,6 @@ pub struct Batched {
     best: Buffer<u64>,
     trace: Option<Buffer<u64>>,
     many: Many,
-}
-
-/// What only those passes need whose GEMMs are launches of [`gpu_kernels::gemm`], because they have many rows.
-struct Many {
-    /// Passes with this many rows or more are such passes.
-    from: u32,
-    /// The tensor map of the activations that SwiGLU writes.
-    out: TensorMaps,
-    spans: Buffer<f32>,
-    /// CTAs of a launch of attention.
-    attend_grid: u32,
-    /// The share of each of these CTAs' warps in attention, or of each CTA of the batched kernel.
-    assignments: Buffer<u32>,
-    /// As [`BatchedStep::arrivals`], for the launches of attention.
-    arrivals: Buffer<u32>,
-    beside: gemm::Beside,
-    /// The head over the rows from [`MAX_BATCHED_ROWS`] on, so many at a time.
-    heads: Vec<HeadPart>,
-}
-
-/// The head over some of a pass's rows.
-struct HeadPart {
-    /// The tensor maps of these rows' input, in the order of [`TILE_ROWS`]. The programs have their addresses.
-    _maps: TensorMaps,
-    /// The head's phase of each of [`PROGRAMS`]: with logits as the result, and with best tokens instead.
-    programs: Vec<[Buffer<u64>; 2]>,
 }
 
 /// What these passes know about packed pages.
@@ -161,7 +132,7 @@ impl Forward {
         }
         let (c, LayerPlan { hidden, attention, .. }) = (&self.config, self.config.plan);
         let (q_size, inner) = (attention.query_size(), c.plan.activation_size());
-        let (q_heads, kv_heads) = (attention.query_heads as u32, attention.key_value_heads);
+        let kv_heads = attention.key_value_heads;
         let inputs = [(&self.scaled, hidden), (&self.attended, q_size), (&self.activation, inner)];
         let matrix = |(buffer, columns): (&Buffer<half::bf16>, usize), tile_rows| {
             Matrix::dense(buffer.ptr().addr(), self.room.rows as u64, columns as u64, tile_rows)
@@ -179,12 +150,7 @@ impl Forward {
         let kinds = phases(PROGRAMS[0], PhaseKind::Best).iter().map(|phase| phase.kind).collect();
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
         let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
-        let attend_grid = self.device.sms();
-        let sharers = grid.max(BatchedStep::ATTEND_WARPS * attend_grid);
-        let beyond = self.room.rows.saturating_sub(MAX_BATCHED_ROWS as usize);
-        let arrivals = |grid| BatchedStep::arrivals_len(grid, q_heads) + beyond * q_heads as usize;
-        let parts = self.room.rows.min(MOST_PASS_ROWS as usize) / MAX_BATCHED_ROWS as usize;
-        let heads = (1..parts).map(|part| self.head_part(grid, &maps, &packed, part)).collect::<Result<_, _>>()?;
+        let many = self.prepare_many(grid, &maps, &packed)?;
         let partials = TILE_ROWS.map(|rows| BatchedStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
         self.batched = Some(Batched {
             grid,
@@ -195,21 +161,19 @@ impl Forward {
             kinds,
             trace: None,
             partials: self.device.zeroed(partials)?,
-            arrivals: self.device.zeroed(arrivals(grid))?,
+            arrivals: self.device.zeroed(self.arrivals_len(grid))?,
             items: self.device.zeroed(BatchedStep::items_len(self.room.rows, kv_heads, self.room.splits()))?,
             best: self.device.zeroed(MOST_PASS_ROWS as usize)?,
-            many: Many {
-                from: self.device.capabilities().tuning().gemm_rows,
-                out: self.device.tensor_maps(&[gemm::out(self.activation.ptr(), self.room.rows, inner)])?,
-                spans: self.device.zeroed(self.room.rows * hidden / SPAN as usize)?,
-                attend_grid,
-                assignments: self.device.zeroed(4 * sharers as usize)?,
-                arrivals: self.device.zeroed(arrivals(attend_grid))?,
-                beside: gemm::Beside::new(&self.device)?,
-                heads,
-            },
+            many,
         });
         Ok(true)
+    }
+
+    /// How many [counters](BatchedStep::arrivals) a launch of `grid` CTAs needs for the rows of a pass.
+    fn arrivals_len(&self, grid: u32) -> usize {
+        let q_heads = self.config.plan.attention.query_heads;
+        let beyond = self.room.rows.saturating_sub(MAX_BATCHED_ROWS as usize);
+        BatchedStep::arrivals_len(grid, q_heads as u32) + beyond * q_heads
     }
 
     /// The flags that tell these passes which pages are packed: `[pages]` words, 0 or 1. None if they were not
@@ -397,24 +361,6 @@ impl Forward {
         phases
     }
 
-    /// The head over the rows of part number `part`, each of [`MAX_BATCHED_ROWS`] rows.
-    fn head_part(&self, grid: u32, all: &TensorMaps, packed: &PackedPages, part: usize) -> Result<HeadPart, Error> {
-        let (hidden, first) = (self.config.plan.hidden, part * MAX_BATCHED_ROWS as usize);
-        // SAFETY: both have room for whole parts of rows.
-        let (x, y) =
-            unsafe { (self.scaled.ptr().at(first * hidden), self.logits.ptr_mut().at(first * self.config.vocab_size)) };
-        let rows = (self.room.rows - first) as u64;
-        let matrices = TILE_ROWS.map(|tile_rows| Matrix::dense(x.addr(), rows, hidden as u64, tile_rows));
-        let maps = self.device.tensor_maps(&matrices)?;
-        let upload = |program: (u32, u32), kind| {
-            let x = maps.ptr(height_of(program.0));
-            let head = self.phases(grid, all, packed, program, kind).pop().expect("the head is last");
-            self.device.upload(Phase::words(&[Phase { x, y, ..head }]))
-        };
-        let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
-        Ok(HeadPart { programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?, _maps: maps })
-    }
-
     /// Enqueues a pass; see [`enqueue_rows`](Self::enqueue_rows).
     pub(super) fn enqueue_batched(
         &self,
@@ -514,152 +460,6 @@ impl Forward {
                 (Some(codes), 64) => by_code!(codes, C => launch!(<weights::Quantized<C> as CodedKernels>::Of64)),
                 (Some(codes), _) => by_code!(codes, C => launch!(<weights::Quantized<C> as CodedKernels>::Of128)),
             }
-        }
-    }
-
-    /// The parameters of a layer's GEMM of up to `m` rows as a launch of its own, without its input `x`. `residual` is
-    /// the residual stream, with spans. `activation` is the map of the activations that SwiGLU writes.
-    pub(super) fn launched_gemm(
-        &self,
-        layer: usize,
-        gemm: &plan::Gemm,
-        m: u32,
-        residual: Residual,
-        activation: Global<TensorMap>,
-    ) -> (gemm::Epilogue, Gemm) {
-        let (c, w) = (&self.config, &self.weights);
-        let StreamMatrix { stream, base, blocks, n_tiles, k } = w.stream.matrix(layer, gemm.matrix);
-        let (epilogue, out) = match gemm.epilogue {
-            Epilogue::Write { .. } => (gemm::Epilogue::Write, Global::default()),
-            Epilogue::Add => (gemm::Epilogue::Add, Global::default()),
-            Epilogue::SwiGlu => (gemm::Epilogue::SwiGlu, activation),
-        };
-        let p = Gemm {
-            x: Default::default(),
-            stream,
-            base,
-            blocks,
-            n_tiles,
-            out,
-            y: self.qkv.ptr_mut(),
-            norm: Norm { squares: residual.spans.read(), dim: c.plan.hidden as u32, eps: c.rms_norm_eps },
-            bias: w.bias(layer, gemm),
-            heads: Default::default(),
-            residual,
-            next_norm: w.norm_after(layer, gemm).ptr(),
-            codes: Default::default(),
-            first_row: 0,
-            m,
-            first_feature: 0,
-            n: gemm.n as u32,
-            k,
-            band: 0,
-            beside: Default::default(),
-        };
-        (epilogue, p)
-    }
-
-    /// Enqueues a pass in which GEMMs are launches of their own, and attention and the end are phases. The bits are the
-    /// same.
-    fn enqueue_many(&self, of: &Batched, pass: &Pass, tiles: Tiles) -> Result<Option<Global<u64>>, Error> {
-        let (c, w, d) = (&self.config, &self.weights, &self.device);
-        let residual = Residual { spans: of.many.spans.ptr_mut(), ..self.residual() };
-        // Then the head has several launches, so the last GEMM is none of theirs.
-        let in_parts = pass.most_rows > MAX_BATCHED_ROWS;
-        if in_parts && pass.output == RowOutput::Best {
-            of.best.enqueue_clear()?;
-        }
-        let height = height_of(TILE_ROWS_OF_GEMM);
-        // SAFETY: every address is a buffer of self or of the model, of the size that the parameter block states, with
-        // room for whole tiles of rows.
-        unsafe {
-            match &self.coded {
-                Some(coded) => self.enqueue_coded_embedding(coded, pass)?,
-                None => d.launch::<embedding::embed_spans>((1, pass.most_rows), 0, w.embedding(pass.rows, residual))?,
-            }
-        }
-        let last = w.layers.len() - 1;
-        for i in 0..=last {
-            w.make_layer(d, i)?;
-            for operator in c.plan.operators() {
-                match operator {
-                    Operator::Gemm(gemm) if let Some(coded) = &self.coded => {
-                        // SAFETY: as for the embedding above.
-                        unsafe { self.enqueue_coded_gemm(coded, pass.most_rows, i, &gemm, false)? };
-                    }
-                    // Enqueued below, in one launch with the head.
-                    Operator::Gemm(gemm) if i == last && gemm.matrix == plan::Matrix::Down && !in_parts => {}
-                    Operator::Gemm(gemm) => {
-                        let (epilogue, p) = self.launched_gemm(i, &gemm, pass.most_rows, residual, of.many.out.ptr(0));
-                        let p = Gemm { x: of.maps.ptr(input_map(gemm.input, height)), ..p };
-                        // SAFETY: as for the embedding above.
-                        unsafe { gemm::enqueue(d, &of.many.beside, epilogue, p)? };
-                    }
-                    // The attention phase splits the heads.
-                    Operator::Heads(_) => {}
-                    Operator::Attention(_) => self.enqueue_attention(of, pass, tiles, i)?,
-                }
-            }
-        }
-        // The last GEMM, unless it was a launch of its own, and the head.
-        let head = LAYER_PHASES * (last + 1) + 1;
-        let first = if self.coded.is_some() || in_parts { head } else { head - 1 };
-        let count = (head - first) as u32 + u32::from(pass.output != RowOutput::None);
-        if count > 0 {
-            let end = self.batched_step(of, pass, tiles, (first, count));
-            self.launch_batched(of, pass.most_rows, end)?;
-            for part in 1..pass.most_rows.div_ceil(MAX_BATCHED_ROWS) {
-                self.enqueue_head_part(of, pass, part, end)?;
-            }
-        }
-        Ok((pass.output == RowOutput::Best).then(|| of.best.ptr()))
-    }
-
-    /// Enqueues the head over part number `part` of a pass's rows, not the first. `end` is the launch for the first.
-    fn enqueue_head_part(&self, of: &Batched, pass: &Pass, part: u32, end: BatchedStep) -> Result<(), Error> {
-        let first = part * MAX_BATCHED_ROWS;
-        let rows = pass.most_rows - first;
-        let programs = &of.many.heads[part as usize - 1].programs[self.program(rows)];
-        let phases = programs[usize::from(pass.output == RowOutput::Best)].ptr().cast();
-        let mut step = BatchedStep { phases, phase_count: 1, ..end };
-        // A part may have fewer rows than the pass. All are computed that there is room for, which is for whole parts.
-        // SAFETY: within the buffers.
-        unsafe {
-            let squares = &mut step.work.residual.squares;
-            *squares = squares.at(first as usize * self.config.plan.hidden / N_TILE as usize);
-            if !step.best.is_null() {
-                step.best = step.best.at(first as usize);
-            }
-        }
-        self.launch_batched(of, rows, step)
-    }
-
-    /// Enqueues a layer's attention in a launch of its own. All layers of a pass use the same kernel.
-    fn enqueue_attention(&self, of: &Batched, pass: &Pass, tiles: Tiles, layer: usize) -> Result<(), Error> {
-        let (c, many) = (&self.config, &of.many);
-        let step = self.batched_step(of, pass, tiles, (LAYER_PHASES * layer + 2, 1));
-        let (assignments, is_scheduled) = (many.assignments.ptr_mut(), u32::from(layer > 0));
-        // If the head has a launch of its own, the ranks of the best tokens are zeroed here.
-        let zeroes = self.coded.is_some() && layer + 1 == self.config.num_hidden_layers;
-        let best = if zeroes { step.best } else { Default::default() };
-        let step = BatchedStep { assignments, is_scheduled, best, ..step };
-        let group = c.plan.attention.group() as u32;
-        if tiles.count < pass.most_rows || group > BatchedStep::ATTEND_PAIRS {
-            // Several rows of a sequence, or more query heads than `attend_batch` takes.
-            return self.launch_batched(of, pass.most_rows, step);
-        }
-        let step = BatchedStep { arrivals: many.arrivals.ptr_mut(), ..step };
-        // SAFETY: every address is a buffer of self, of the size that the parameter block states.
-        unsafe {
-            self.device.launch_early::<batched::attend_batch>(many.attend_grid, BatchedStep::ATTEND_SHARED_BYTES, step)
-        }
-    }
-
-    /// Sets from how many rows on the GEMMs of a pass with tiles are launches of their own. The default is what is
-    /// quickest; this is for tests and measurements.
-    pub fn use_gemm_from(&mut self, rows: u32) {
-        if let Some(batched) = &mut self.batched {
-            batched.many.from = rows;
         }
     }
 }
