@@ -21,12 +21,13 @@ demo: ptx-toolchain
 	@$(CARGO) build --release --package warpdraft $(DEMO_BUILD)
 	@target/release/warpdraft generate --model demo --echo --max-tokens 86 --temperature 0 --file model/demo/prompt.txt
 
-# All tests, formatting, lints and the crates' documentation. What is quick and often fails comes first.
+# All tests, formatting, lints and the crates' documentation. What is quick and often fails comes first; lints need the
+# device build, beside which the build of all else has time.
 test: ptx-toolchain $(PTXAS)
 	$(CARGO) fmt --all --check
+	$(CARGO) build --release --workspace --all-targets
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --release --package warpdraft --no-default-features --features bundled-demo -- -D warnings
-	$(CARGO) build --release --workspace --all-targets
 	$(CARGO) test --release --workspace --test docs --test manifests
 	target/release/examples/gemm check-emulated
 	target/release/examples/batch small

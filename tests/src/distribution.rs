@@ -28,14 +28,15 @@ pub struct Answers {
 
 /// How answers compare with a distribution.
 #[derive(Clone, Copy, Debug)]
-pub struct ChiSquare {
+struct ChiSquare {
     /// The sum of squares over the cells.
-    pub sum: f64,
+    #[expect(dead_code, reason = "printed")]
+    sum: f64,
     /// Cells less one.
-    pub freedom: usize,
+    freedom: usize,
     /// As many standard deviations above its mean would a normal variable be, if it were as improbable (Wilson and
     /// Hilferty, 1931).
-    pub deviations: f64,
+    deviations: f64,
 }
 
 impl Answers {
@@ -53,10 +54,10 @@ impl Answers {
         Self { prompt: prompt.to_vec(), sampling, tokens, drafts }
     }
 
-    /// Compares them with what the model gives each sequence of tokens by `engine`'s logits, as `sampling` has it.
-    pub fn compare(&self, engine: &mut Engine, sampling: &Sampling) -> ChiSquare {
+    /// Compares them with what the model gives each sequence of tokens, as `sampling` has it.
+    fn compare(&self, model: &mut NextLogits<'_>, sampling: &Sampling) -> ChiSquare {
         let mut cells = Cells { answers: self.tokens.len() as f64, expected: BTreeMap::new(), rest: 0.0 };
-        cells.expect(engine, &self.prompt, sampling, &[], 1.0);
+        cells.expect(model, sampling, &[], 1.0);
         let mut found: BTreeMap<&[u32], f64> = BTreeMap::new();
         let mut rest = 0.0;
         for tokens in &self.tokens {
@@ -86,9 +87,10 @@ impl Answers {
     /// # Errors
     /// What is wrong.
     pub fn check(&self, engine: &mut Engine) -> Result<(), String> {
-        let right = self.compare(engine, &self.sampling);
+        let mut model = NextLogits { engine, prompt: &self.prompt, known: BTreeMap::new() };
+        let right = self.compare(&mut model, &self.sampling);
         let temperature = self.sampling.temperature * 2.0;
-        let wrong = self.compare(engine, &Sampling { temperature, ..self.sampling });
+        let wrong = self.compare(&mut model, &Sampling { temperature, ..self.sampling });
         println!("{:?}, drafts {:?}: {right:?}; at temperature {temperature} {wrong:?}", self.sampling, self.drafts);
         if right.freedom < 3 {
             return Err(format!("too few cells to show anything: {right:?}"));
@@ -103,6 +105,23 @@ impl Answers {
     }
 }
 
+/// A model's logits of the token after a prompt and some more tokens. Each is computed once.
+struct NextLogits<'e> {
+    engine: &'e mut Engine,
+    prompt: &'e [u32],
+    known: BTreeMap<Vec<u32>, Vec<f32>>,
+}
+
+impl NextLogits<'_> {
+    fn after(&mut self, tokens: &[u32]) -> &[f32] {
+        self.known.entry(tokens.to_vec()).or_insert_with(|| {
+            let logits = self.engine.score(&[self.prompt, tokens].concat()).unwrap_or_else(|e| panic!("{e}"));
+            let vocab = self.engine.checkpoint().config.vocab_size;
+            logits[logits.len() - vocab..].to_vec()
+        })
+    }
+}
+
 struct Cells {
     answers: f64,
     /// Beginnings of answers, with how many answers are expected to begin so and in no longer way that is here; 0 where
@@ -114,17 +133,15 @@ struct Cells {
 
 impl Cells {
     /// Shares out the answers that begin with `tokens`, which have this `probability`.
-    fn expect(&mut self, engine: &mut Engine, prompt: &[u32], sampling: &Sampling, tokens: &[u32], probability: f64) {
+    fn expect(&mut self, model: &mut NextLogits<'_>, sampling: &Sampling, tokens: &[u32], probability: f64) {
         if tokens.len() == TOKENS {
             self.expected.insert(tokens.to_vec(), self.answers * probability);
             return;
         }
-        let logits = engine.score(&[prompt, tokens].concat()).unwrap_or_else(|e| panic!("{e}"));
-        let vocab = engine.checkpoint().config.vocab_size;
         let mut others = 0.0;
-        for (token, share) in probabilities(&logits[logits.len() - vocab..], sampling).into_iter().enumerate() {
+        for (token, share) in probabilities(model.after(tokens), sampling).into_iter().enumerate() {
             if self.answers * probability * share >= LEAST {
-                self.expect(engine, prompt, sampling, &[tokens, &[token as u32]].concat(), probability * share);
+                self.expect(model, sampling, &[tokens, &[token as u32]].concat(), probability * share);
             } else {
                 others += self.answers * probability * share;
             }

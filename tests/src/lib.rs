@@ -240,8 +240,8 @@ pub fn emulator(seed: u64, prefill: bool) -> Device {
     Device::emulator_with(seed, &DeviceOptions { prefill: Some(prefill), ..DeviceOptions::default() })
 }
 
-/// The logits of `rows` tokens after a prompt, `[rows, vocab]` each: by the decode kernel, by the unfused path, and by
-/// the kernels for many sequences.
+/// The logits of the last `rows` tokens, `[rows, vocab]` each, with made-up keys and values of those before them: by the
+/// decode kernel, by the unfused path, and by the kernels for many sequences.
 ///
 /// # Panics
 /// If anything fails, or the device has no decode kernel.
@@ -268,15 +268,11 @@ pub fn decode_unfused_and_batched(
         let step_rows = forward.rows();
         let plan = |start: usize, count: usize| {
             let plan = PlanPrompt { rows: step_rows, state, start: start as u32, count: count as u32 };
-            // SAFETY: the history has the tokens, and rows have room for a chunk.
+            // SAFETY: the history has the tokens, and steps have room for the rows.
             unsafe { device.launch::<step::plan_prompt>(1, 0, plan) }
         };
         let prompt = tokens.len() - rows;
-        for start in (0..prompt).step_by(64) {
-            let count = (prompt - start).min(64);
-            plan(start, count)?;
-            forward.enqueue(count as u32, (start + count) as u32, RowOutput::None)?;
-        }
+        forward.fill_cache(&cache_pattern())?;
         let logits = |forward: &Forward| {
             let mut out = vec![0.0; rows * config.vocab_size];
             forward.logits().read(0, &mut out).map(|()| out)
@@ -309,6 +305,11 @@ pub fn decode_unfused_and_batched(
     run().unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// Made-up keys and values: no page of them is like another.
+fn cache_pattern() -> Vec<half::bf16> {
+    (0..4101).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect()
+}
+
 /// Rows of many sequences with made-up keys and values before them.
 struct Company {
     forward: host::forward::Forward,
@@ -337,10 +338,7 @@ impl Company {
         let stride = context.div_ceil(gpu_kernels::kv::PAGE_TOKENS as usize);
         let room = Capacity::batch(context, sequences, sequences * stride, count.max(65));
         let mut forward = Forward::with_room(device, config, weights, room)?;
-        // No page is like another.
-        let pattern: Vec<half::bf16> =
-            (0..4101).map(|i| half::bf16::from_f32((i * 7919 % 2003) as f32 / 1e3 - 1.0)).collect();
-        forward.fill_cache(&pattern)?;
+        forward.fill_cache(&cache_pattern())?;
         // Every sequence has pages of its own, far from each other.
         let page = |i: u32| i % stride as u32 * sequences as u32 + i / stride as u32;
         forward.set_page_tables(&(0..room.pages as u32).map(page).collect::<Vec<_>>())?;

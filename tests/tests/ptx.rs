@@ -69,12 +69,14 @@ const AFTER_HOPPER: (&str, [&str; 2]) = ("sm_90", ["sm_100", "sm_120"]);
 /// registers.
 const SPILLING_AFTER_HOPPER: [(&str, u32); 2] = [("decode_", 1008), ("sample_each", 4)];
 
-/// Whether a card launches a kernel of its level. Of the decode kernels, cards of compute capability 12.0 launch those
-/// with a short ring, and all others launch the rest.
-fn is_launched(kernel: &str, arch: &str) -> bool {
+/// Whether a kernel of an image is assembled for `arch`. Those of cards after Hopper are for one of the two: decode
+/// kernels with a short ring for compute capability 12.0, which has no others, and the rest for 10.0. Of quantised
+/// weights those kernels are enough that make the most of them, int4 with scales in f16.
+fn is_assembled(kernel: &str, arch: &str) -> bool {
+    let is_enough = !kernel.contains("_fp8") && (!kernel.contains("_int4") || kernel.contains("_int4_f16"));
     match arch {
-        "sm_100" => !kernel.contains("_short"),
-        "sm_120" => !kernel.starts_with("decode_") || kernel.contains("_short"),
+        "sm_100" => is_enough && !kernel.contains("_short"),
+        "sm_120" => is_enough && kernel.contains("_short"),
         _ => true,
     }
 }
@@ -112,7 +114,9 @@ fn no_kernel_spills_or_uses_local_memory_but_those_named() {
     images().par_bridge().for_each(|image| {
         let (level, cards) = AFTER_HOPPER;
         let own = [image.arch];
-        let archs = if image.arch == level { &cards[..] } else { &own };
+        // What measures has no kernels with a short ring.
+        let cards = if image.module == MAIN { &cards[..] } else { &cards[..1] };
+        let archs = if image.arch == level { cards } else { &own };
         archs.par_iter().for_each(|arch| spills_are_named(image, arch));
     });
 }
@@ -121,11 +125,11 @@ fn spills_are_named(image: &Image, arch: &str) {
     let Image { module, ptx, layouts, .. } = image;
     let mut kernels = kernels(image);
     assert_eq!(layouts.len(), kernels.len(), "{module} for {arch}");
-    kernels.retain(|kernel| is_launched(kernel, arch));
+    kernels.retain(|kernel| is_assembled(kernel, arch));
     let report = image.report.map_or_else(|| assemble(image, arch, &kernels), str::to_owned);
     let report = functions(arch, &report);
     assert_eq!(report.len(), kernels.len(), "{module} for {arch}");
-    assert!(kernels.len() > 20, "{module} for {arch} has {} kernels", kernels.len());
+    assert!(kernels.len() >= 6, "{module} for {arch} has {} kernels", kernels.len());
     // A bounds check or a division that can panic costs registers, and could only trap.
     assert!(!ptx.contains("panicking"), "{module} for {arch} can panic");
     for function in report {

@@ -73,6 +73,7 @@ impl Forward {
 mod tests {
     use gpu_kernels::step::{MAX_DECODE_ROWS, STATE_WORDS, SequenceState};
     use gpu_kernels::tree::Path;
+    use half::bf16;
     use model::Config;
 
     use super::Forward;
@@ -102,13 +103,6 @@ mod tests {
         logits.chunks(VOCAB as usize).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
     }
 
-    /// Runs a sequence's first tokens.
-    fn read(forward: &mut Forward, tokens: &[u32]) {
-        for (i, some) in tokens.chunks(MAX_DECODE_ROWS as usize).enumerate() {
-            step(forward, i as u32 * MAX_DECODE_ROWS, some, None);
-        }
-    }
-
     fn tokens_on(path: Path, tokens: &[u32]) -> Vec<u32> {
         (0..=path.depth()).map(|depth| tokens[path.row_at(depth) as usize]).collect()
     }
@@ -131,7 +125,7 @@ mod tests {
             forward.want_states(true);
 
             let random = |i: u32| gpu_kernels::sample::random(u64::from(root * 7 + rows), u64::from(i)) as u32;
-            let text: Vec<u32> = (0..root).map(|i| random(i) % VOCAB).collect();
+            let before: Vec<bf16> = (0..4101).map(|i| bf16::from_f32((random(i) % 2003) as f32 / 1e3 - 1.0)).collect();
             let tokens: Vec<u32> = (0..rows).map(|row| random(1000 + row) % VOCAB).collect();
             let mut paths = vec![Path::ROOT];
             for row in 1..rows {
@@ -139,7 +133,7 @@ mod tests {
                 let parent = row - 1 - random(2000 + row) % row.min(4);
                 paths.push(paths[parent as usize].child(row));
             }
-            read(&mut forward, &text);
+            forward.fill_cache(&before).unwrap();
             let of_tree = step(&mut forward, root, &tokens, Some(&paths));
             let deepest = *paths.iter().max_by_key(|path| path.depth()).unwrap();
             for (row, path) in paths.iter().enumerate() {

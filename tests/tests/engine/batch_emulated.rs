@@ -118,7 +118,8 @@ fn prompts_in_passes_of_their_own_give_the_same_in_any_company() {
     requests.push(greedy(&longer, 5, None));
     expected.push(alone(&requests[6]));
     let jobs: Vec<(usize, Request)> = requests.into_iter().enumerate().collect();
-    let happened = companies().into_par_iter().enumerate().map(|(seed, (options, to_host))| {
+    // The first is the third without drafts.
+    let happened = companies().into_par_iter().enumerate().skip(1).map(|(seed, (options, to_host))| {
         let backend = Arranged::priced(backend(&checkpoint, seed as u64, options, true), to_host);
         let (answers, happened) = together(&checkpoint, backend, &jobs, Some(2));
         for (id, answer) in &answers {

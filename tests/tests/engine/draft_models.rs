@@ -54,7 +54,7 @@ fn sampled(seed: u64) -> Sampling {
 fn output_on_the_cpu_is_the_same_whichever_model_drafts() {
     let checkpoint = demo();
     let (_folder, shallow) = Shallow::new(3);
-    let prompts = demo_prompts(&checkpoint, 4, 48);
+    let prompts = demo_prompts(&checkpoint, 2, 48);
     let drafts = prompts.par_iter().map(|prompt| {
         let mut plain = engine(&checkpoint, DeviceChoice::Cpu, 128);
         let mut by_shallow = drafted(&checkpoint, &shallow, DeviceChoice::Cpu, 128);
@@ -81,7 +81,7 @@ fn output_on_the_cpu_is_the_same_whichever_model_drafts() {
     let Drafted { drafted, accepted } = drafts.reduce(Drafted::default, |a, b| a + b);
     println!("{accepted} of {drafted} drafts by the shallow model accepted");
     // Some are right, and some are wrong; otherwise the test has shown little.
-    assert!(accepted > 100 && accepted < drafted, "{accepted} of {drafted}");
+    assert!(accepted > 50 && accepted < drafted, "{accepted} of {drafted}");
 }
 
 /// An engine under the emulator, opened so, that `draft` drafts for, if there is one.
@@ -157,7 +157,7 @@ fn a_hopeless_draft_model_rests_and_reads_on() {
     let prompt: Vec<u32> = (0..12).map(|i| i * 37 % 250).collect();
     let adaptive = ModelDraft { adaptive: true, ..ALONE };
     let hot = Sampling { temperature: 50.0, seed: 1, ..Sampling::default() };
-    let found = answer(&mut engine, &request(&prompt, 96, hot, Some(adaptive)));
+    let found = answer(&mut engine, &request(&prompt, 64, hot, Some(adaptive)));
     let Drafted { drafted, .. } = found.statistics.by_model;
     println!("{drafted} drafts in {} steps", found.statistics.steps);
     assert!(drafted < 16, "{:?}", found.statistics);

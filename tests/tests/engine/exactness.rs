@@ -19,7 +19,7 @@ fn over_prompts(count: usize, check: impl Fn(&mut host::Engine, &[u32]) -> usize
 
 #[test]
 fn greedy_output_is_the_same_with_drafts() {
-    let accepted = over_prompts(30, |engine, prompt| {
+    let accepted = over_prompts(12, |engine, prompt| {
         let plain = answer(engine, &greedy(prompt, TOKENS, None));
         let drafted = answer(engine, &greedy(prompt, TOKENS, Some(NgramDraft::default())));
         assert_eq!(plain.tokens.len(), TOKENS);
@@ -28,12 +28,12 @@ fn greedy_output_is_the_same_with_drafts() {
     });
     println!("{accepted} drafts accepted");
     // Otherwise the test has shown nothing.
-    assert!(accepted > 150, "{accepted}");
+    assert!(accepted > 60, "{accepted}");
 }
 
 #[test]
 fn sampled_output_is_the_same_with_drafts() {
-    let accepted = over_prompts(20, |engine, prompt| {
+    let accepted = over_prompts(10, |engine, prompt| {
         let sampling = Sampling {
             temperature: 0.8,
             top_k: 40,
@@ -51,7 +51,7 @@ fn sampled_output_is_the_same_with_drafts() {
         assert_eq!(plain.tokens, drafted.tokens, "prompt {prompt:?}");
         drafted.statistics.accepted
     });
-    assert!(accepted > 20, "{accepted}");
+    assert!(accepted > 10, "{accepted}");
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn hopeless_text_runs_hardly_any_drafts() {
     let checkpoint = model::Checkpoint::open(&golden_dir().join("tied_bf16")).unwrap();
     // Most tokens are in the prompt, so that there is always something to propose: on the GPU path, and on the CPU.
     let prompt: Vec<u32> = (0..190).collect();
-    hopeless(&mut engine(&checkpoint, DeviceChoice::Emulator, 256), &prompt, 40);
+    hopeless(&mut engine(&checkpoint, DeviceChoice::Emulator, 256), &prompt, 24);
     hopeless(&mut engine(&checkpoint, DeviceChoice::Cpu, 256), &prompt, 60);
 }
 
