@@ -29,19 +29,28 @@ test: ptx-toolchain $(PTXAS)
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --release --package warpdraft --no-default-features --features bundled-demo -- -D warnings
 	$(CARGO) test --release --workspace --test docs --test manifests
-	target/release/examples/gemm check-emulated
-	target/release/examples/batch small
-	target/release/examples/generate_text
-	target/release/examples/answer_batch
-	target/release/examples/launch_kernel
-	scripts/check-recipes.sh target/release/warpdraft
-	scripts/check-standalone.sh
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync $(ON_ONE_THREAD)
 	$(CARGO) test --release --workspace
 	$(CARGO) fmt --manifest-path $(FIRST_KERNEL) --all --check
 	$(CARGO) clippy --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target} \
 		--workspace --all-targets -- -D warnings
 	$(CARGO) test --release --manifest-path $(FIRST_KERNEL) --target-dir $${CARGO_TARGET_DIR:-target}
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --release --no-deps --package cuda_std --package host --package model
+
+# Parts of `test` that have one thread each.
+ON_ONE_THREAD := check-batch check-gemm check-standalone check-examples
+.PHONY: $(ON_ONE_THREAD)
+check-batch:
+	target/release/examples/batch small
+check-gemm:
+	target/release/examples/gemm check-emulated
+check-standalone:
+	scripts/check-standalone.sh
+check-examples:
+	target/release/examples/generate_text
+	target/release/examples/answer_batch
+	target/release/examples/launch_kernel
+	scripts/check-recipes.sh target/release/warpdraft
 
 # What Miri can run (docs/reference/toolchain.md#miri), with a nightly compiler of this day. The emulator's addresses are
 # numbers, of which pointers are made; the scheduler's random plans take hours, and so would all random cases of `model`.
