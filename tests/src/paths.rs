@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::uploaded;
 
-/// The logits of the last `rows` tokens, `[rows, vocab]` each, with made-up keys and values of those before them: by the
-/// decode kernel, by the unfused path, and by the kernels for many sequences.
+/// The logits of the last `rows` tokens, `[rows, vocab]` each, with made-up keys and values of those before them: by
+/// the decode kernel, by the unfused path, and by the kernels for many sequences.
 ///
 /// # Panics
 /// If anything fails, or the device has no decode kernel.
