@@ -235,10 +235,13 @@ fn a_missing_wait_of_a_decode_step_is_found() {
     let several = missing_waits::<decode_8_sequences>(&checkpoint, 5, 3);
     assert!(several.found >= 15 && several.unfound.is_empty(), "{several:?}");
     // Of one row, a warp of each CTA finds a norm's factor, and waits until others want it. That saves requests for it;
-    // to ask too early does no harm.
+    // to ask too early does no harm. Neither does a producer that does not hold copies back, as one does in the head.
     let one = missing_waits::<decode_1>(&checkpoint, 1, 1);
     let factors = Device::emulator(1).sms() as usize * (2 * checkpoint.config.num_hidden_layers + 1);
-    assert!(one.found >= 40 && one.unfound.len() <= factors, "{one:?}, and {factors} waits for factors to be wanted");
+    assert!(
+        one.found >= 40 && one.unfound.len() <= factors + 1,
+        "{one:?}, and {factors} waits for factors to be wanted"
+    );
 }
 
 /// Every `nth` wait of a step of so many rows, left out.

@@ -413,7 +413,11 @@ pub fn send16(destination: u32, words: [u32; 4], barrier: u32, site: Site) {
 
 /// The time after which it gives up is over when nothing else can happen.
 pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {
+    // Others may come first.
+    super::access::poll(world(), true, site);
+    suspend();
     if world().passed(address, parity, site) {
+        world().lane().state = State::Ready;
         return true;
     }
     world().wait(address, parity, true, site);
