@@ -328,8 +328,8 @@ impl World {
         self.mbarrier(self.slot(), address, site).waiting.push((lane, parity));
     }
 
-    /// Wakes the lanes that give up waiting for a phase. False if there is none.
-    pub fn give_up(&mut self) -> bool {
+    /// Wakes the lanes that give up waiting for a phase, and returns how many.
+    pub fn give_up(&mut self) -> usize {
         let tries = |lane: usize, lanes: &[Lane]| matches!(lanes[lane].state, State::Phase { tries: true, .. });
         let mut woken = Vec::new();
         for barrier in self.blocks.iter_mut().flat_map(|block| block.mbarriers.values_mut()) {
@@ -344,7 +344,7 @@ impl World {
             self.wake(lane);
             self.lanes[lane].state = state;
         }
-        !woken.is_empty()
+        woken.len()
     }
 }
 
@@ -416,14 +416,13 @@ pub fn mbarrier_try_wait(address: u32, parity: u32, site: Site) -> bool {
     // Others may come first.
     super::access::poll(world(), true, site);
     suspend();
-    if world().passed(address, parity, site) {
-        world().lane().state = State::Ready;
-        return true;
+    let mut passed = world().passed(address, parity, site);
+    if !passed {
+        world().wait(address, parity, true, site);
+        suspend();
+        passed = world().passed(address, parity, site);
+        super::access::poll(world(), !passed, site);
     }
-    world().wait(address, parity, true, site);
-    suspend();
-    let passed = world().passed(address, parity, site);
-    super::access::poll(world(), !passed, site);
     world().lane().state = State::Ready;
     passed
 }

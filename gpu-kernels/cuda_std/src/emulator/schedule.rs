@@ -59,6 +59,7 @@ impl World {
             phases_awaited: 0,
             error: None,
             idle: 0,
+            given_up: 0,
             polls: false,
             last_warp: 0,
             moment: None,
@@ -198,8 +199,10 @@ fn turn() -> bool {
             world.land(chosen, chosen == 0);
             return true;
         }
-        if world.give_up() {
-            return true;
+        let gave_up = world.give_up();
+        if gave_up > 0 {
+            world.given_up += gave_up as u64;
+            return world.given_up <= world.launch.idle_steps || livelock(world, only_polls(world));
         }
         let left = world.lanes.iter().any(|lane| lane.state != State::Exited);
         if left {
@@ -282,13 +285,22 @@ impl World {
 #[inline]
 fn limits(world: &mut World) -> bool {
     world.idle = if world.polls { world.idle + 1 } else { 0 };
-    let reason = if world.idle > world.launch.idle_steps {
-        format!("for {} steps lanes did nothing but poll", world.launch.idle_steps)
+    if world.idle > world.launch.idle_steps {
+        livelock(world, only_polls(world))
     } else if world.report.steps > world.launch.steps {
-        format!("not done after {} steps", world.launch.steps)
+        livelock(world, format!("not done after {} steps", world.launch.steps))
     } else {
-        return true;
-    };
+        true
+    }
+}
+
+fn only_polls(world: &World) -> String {
+    format!("for {} steps lanes did nothing but poll", world.launch.idle_steps)
+}
+
+/// Ends the launch, and returns false.
+#[cold]
+fn livelock(world: &mut World, reason: String) -> bool {
     let lanes = world.describe(0..world.lanes.len());
     world.error.get_or_insert(EmulatorError::Livelock { kernel: world.kernel, reason, lanes });
     false

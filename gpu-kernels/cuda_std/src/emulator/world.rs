@@ -167,6 +167,8 @@ pub struct World {
     pub error: Option<EmulatorError>,
     /// Steps since a lane last made progress.
     pub idle: u64,
+    /// How often a lane has given up waiting since then.
+    pub given_up: u64,
     /// Whether the lane that runs only polls.
     pub polls: bool,
     /// The warp that ran last.
@@ -336,7 +338,7 @@ impl World {
     /// Something happened that others may have been waiting for.
     #[inline]
     pub fn progress(&mut self) {
-        self.idle = 0;
+        (self.idle, self.given_up) = (0, 0);
     }
 
     pub fn new_clock(&self, block: u32, thread: u32, base: &Rc<Base>) -> Clock {
