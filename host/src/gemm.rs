@@ -7,10 +7,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cuda_std::tensor::Matrix;
 use cuda_std::{Global, Kernel};
 use gpu_kernels::gemm::{self, Gemm, GemmE4m3, TILE_ROWS};
+use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
+use model::plan;
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::weights::DeviceWeights;
 
 /// What a GEMM does with its sums. A row's *factor* is that of its RMS norm, which is applied to the sums (see
 /// `gpu_kernels::norm`).
@@ -299,6 +303,34 @@ fn size(epilogue: Epilogue, p: &Gemm) -> (u32, u32) {
 
 fn matrix(at: Global<bf16>, rows: usize, columns: usize, tile_rows: u32) -> Matrix {
     Matrix::dense(at.addr(), rows as u64, columns as u64, tile_rows)
+}
+
+/// The parameters of a layer's GEMM of `m` rows, without its input, the heads and where it writes. `residual` is the
+/// residual stream, with spans. `eps` is that of its norms.
+pub fn of_layer(weights: &DeviceWeights, layer: usize, of: &plan::Gemm, m: u32, residual: Residual, eps: f32) -> Gemm {
+    let StreamMatrix { stream, base, blocks, n_tiles, k } = weights.stream.matrix(layer, of.matrix);
+    Gemm {
+        x: Default::default(),
+        stream,
+        base,
+        blocks,
+        n_tiles,
+        out: Default::default(),
+        y: Default::default(),
+        norm: Norm { squares: residual.spans.read(), dim: residual.dim, eps },
+        bias: weights.bias(layer, of),
+        heads: Default::default(),
+        residual,
+        next_norm: weights.norm_after(layer, of).ptr(),
+        codes: Default::default(),
+        first_row: 0,
+        m,
+        first_feature: 0,
+        n: of.n as u32,
+        k,
+        band: 0,
+        beside: Default::default(),
+    }
 }
 
 /// Describes bf16 `[rows, columns]` at `x` as what a GEMM reads.

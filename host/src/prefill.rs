@@ -12,11 +12,10 @@ use gpu_kernels::embedding;
 use gpu_kernels::gemm::{Gemm, SPAN, TILE_ROWS};
 use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::norm::{Norm, Residual};
+use gpu_kernels::norm::Residual;
 use gpu_kernels::prefill_attention::{self, PrefillAttention};
 use gpu_kernels::qkv::SplitHeads;
 use gpu_kernels::step::Rows;
-use gpu_kernels::stream::StreamMatrix;
 use half::bf16;
 use model::Config;
 use model::plan::{self, Input, LayerPlan, Matrix, Operator};
@@ -432,35 +431,14 @@ impl Prefill {
     }
 
     /// Parameters of a layer's GEMM of `m` rows, all but the heads.
-    fn gemm(&self, parts: &PrefillInputs<'_>, layer: usize, gemm: &plan::Gemm, m: u32) -> Gemm {
-        let c = parts.config;
-        let StreamMatrix { stream, base, blocks, n_tiles, k } = parts.weights.stream.matrix(layer, gemm.matrix);
-        Gemm {
-            x: self.maps.ptr(input_map(gemm.input)),
-            stream,
-            base,
-            blocks,
-            n_tiles,
-            out: if gemm.epilogue == plan::Epilogue::SwiGlu {
-                self.maps.ptr(ACTIVATION_OUT)
-            } else {
-                Default::default()
-            },
-            y: Default::default(),
-            norm: Norm { squares: self.spans.ptr(), dim: c.plan.hidden as u32, eps: c.rms_norm_eps },
-            bias: parts.weights.bias(layer, gemm),
-            heads: SplitHeads::default(),
-            residual: self.residual(c),
-            next_norm: parts.weights.norm_after(layer, gemm).ptr(),
-            codes: Default::default(),
-            first_row: 0,
-            m,
-            first_feature: 0,
-            n: gemm.n as u32,
-            k,
-            band: 0,
-            beside: Default::default(),
-        }
+    fn gemm(&self, parts: &PrefillInputs<'_>, layer: usize, of: &plan::Gemm, m: u32) -> Gemm {
+        let out = match of.epilogue {
+            plan::Epilogue::SwiGlu => self.maps.ptr(ACTIVATION_OUT),
+            _ => Default::default(),
+        };
+        let (residual, eps) = (self.residual(parts.config), parts.config.rms_norm_eps);
+        let p = gemm::of_layer(parts.weights, layer, of, m, residual, eps);
+        Gemm { x: self.maps.ptr(input_map(of.input)), out, ..p }
     }
 }
 

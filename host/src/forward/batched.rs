@@ -82,6 +82,14 @@ fn input_map(input: Input, height: usize) -> usize {
     TILE_ROWS.len() * place + height
 }
 
+/// What `upload` makes for each of [`PROGRAMS`]: with logits as the result, and with best tokens instead.
+fn for_each_program<T>(upload: impl Fn((u32, u32), PhaseKind) -> Result<T, Error>) -> Result<Vec<[T; 2]>, Error> {
+    PROGRAMS
+        .iter()
+        .map(|&program| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]))
+        .collect()
+}
+
 /// The index of a tile height in [`TILE_ROWS`].
 fn height_of(tile_rows: u32) -> usize {
     TILE_ROWS.iter().position(|&rows| rows == tile_rows).expect("there are maps of these tiles")
@@ -149,12 +157,11 @@ impl Forward {
         let phases = |program, head| self.phases(grid, &maps, &packed, program, head);
         let kinds = phases(PROGRAMS[0], PhaseKind::Best).iter().map(|phase| phase.kind).collect();
         let upload = |program, head| self.device.upload(Phase::words(&phases(program, head)));
-        let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
         let many = self.prepare_many(grid, &maps, &packed)?;
         let partials = TILE_ROWS.map(|rows| BatchedStep::partial_len(rows, grid)).into_iter().max().unwrap_or(0);
         self.batched = Some(Batched {
             grid,
-            programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?,
+            programs: for_each_program(upload)?,
             maps,
             boxes: boxes.map(|array| self.device.array_maps(&[array])).transpose()?,
             packed,

@@ -65,9 +65,14 @@ impl Counts {
     }
 }
 
+/// Whether none of the counts `from` is higher than that of `known`.
+fn has_all(known: &Rc<[u32]>, from: &Rc<[u32]>) -> bool {
+    Rc::ptr_eq(known, from) || known.iter().zip(from.iter()).all(|(a, b)| a >= b)
+}
+
 /// The elementwise maximum, in place, without a copy where nothing changes.
 fn join_slice(into: &mut Rc<[u32]>, from: &Rc<[u32]>) {
-    if Rc::ptr_eq(into, from) || into.iter().zip(from.iter()).all(|(a, b)| a >= b) {
+    if has_all(into, from) {
         return;
     }
     *into = into.iter().zip(from.iter()).map(|(a, b)| *a.max(b)).collect();
@@ -98,7 +103,7 @@ impl Base {
     /// Whether nothing in the counts of block `theirs` is news to a lane of `block`.
     fn covers(&self, block: u32, theirs: u32, counts: &Rc<[u32]>) -> bool {
         let known = if theirs == block { Some(&self.own) } else { self.foreign.as_ref().and_then(|f| f.part(theirs)) };
-        known.is_some_and(|known| Rc::ptr_eq(known, counts) || known.iter().zip(counts.iter()).all(|(a, b)| a >= b))
+        known.is_some_and(|known| has_all(known, counts))
     }
 }
 

@@ -3,16 +3,16 @@
 
 use cuda_std::Global;
 use cuda_std::tensor::{Matrix, TensorMap};
-use gpu_kernels::batched::{self, BatchedStep, MAX_BATCHED_ROWS, Phase, PhaseKind};
+use gpu_kernels::batched::{self, BatchedStep, MAX_BATCHED_ROWS, Phase};
 use gpu_kernels::embedding;
 use gpu_kernels::gemm::Gemm;
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::norm::{Norm, Residual, SPAN};
-use gpu_kernels::stream::StreamMatrix;
+use gpu_kernels::norm::{Residual, SPAN};
 use model::plan::{self, Epilogue, Operator};
 
 use super::{
-    Batched, LAYER_PHASES, MOST_PASS_ROWS, PROGRAMS, PackedPages, TILE_ROWS, TILE_ROWS_OF_GEMM, height_of, input_map,
+    Batched, LAYER_PHASES, MOST_PASS_ROWS, PackedPages, TILE_ROWS, TILE_ROWS_OF_GEMM, for_each_program, height_of,
+    input_map,
 };
 use crate::Error;
 use crate::device::{Buffer, TensorMaps};
@@ -78,8 +78,7 @@ impl Forward {
             let head = self.phases(grid, all, packed, program, kind).pop().expect("the head is last");
             self.device.upload(Phase::words(&[Phase { x, y, ..head }]))
         };
-        let program = |&program: &_| Ok([upload(program, PhaseKind::Write)?, upload(program, PhaseKind::Best)?]);
-        Ok(HeadPart { programs: PROGRAMS.iter().map(program).collect::<Result<_, Error>>()?, _maps: maps })
+        Ok(HeadPart { programs: for_each_program(upload)?, _maps: maps })
     }
 
     /// The parameters of a layer's GEMM of up to `m` rows as a launch of its own, without its input `x`. `residual` is
@@ -93,35 +92,13 @@ impl Forward {
         activation: Global<TensorMap>,
     ) -> (gemm::Epilogue, Gemm) {
         let (c, w) = (&self.config, &self.weights);
-        let StreamMatrix { stream, base, blocks, n_tiles, k } = w.stream.matrix(layer, gemm.matrix);
         let (epilogue, out) = match gemm.epilogue {
             Epilogue::Write { .. } => (gemm::Epilogue::Write, Global::default()),
             Epilogue::Add => (gemm::Epilogue::Add, Global::default()),
             Epilogue::SwiGlu => (gemm::Epilogue::SwiGlu, activation),
         };
-        let p = Gemm {
-            x: Default::default(),
-            stream,
-            base,
-            blocks,
-            n_tiles,
-            out,
-            y: self.qkv.ptr_mut(),
-            norm: Norm { squares: residual.spans.read(), dim: c.plan.hidden as u32, eps: c.rms_norm_eps },
-            bias: w.bias(layer, gemm),
-            heads: Default::default(),
-            residual,
-            next_norm: w.norm_after(layer, gemm).ptr(),
-            codes: Default::default(),
-            first_row: 0,
-            m,
-            first_feature: 0,
-            n: gemm.n as u32,
-            k,
-            band: 0,
-            beside: Default::default(),
-        };
-        (epilogue, p)
+        let p = gemm::of_layer(w, layer, gemm, m, residual, c.rms_norm_eps);
+        (epilogue, Gemm { out, y: self.qkv.ptr_mut(), ..p })
     }
 
     /// Enqueues a pass in which GEMMs are launches of their own, and attention and the end are phases. The bits are the
