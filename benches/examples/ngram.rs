@@ -11,7 +11,7 @@ use benches::cases::ceilings;
 use benches::ngram::measure::{self, LARGE, Measurement, SMALL};
 use benches::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId, Way};
 use benches::{Arguments, Bench, Event, Figures};
-use gpu_kernels::ngram::TOGETHER;
+use gpu_kernels::ngram::MOST_SEQUENCES;
 use host::device::Device;
 
 const REPEATS: usize = 21;
@@ -111,7 +111,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ] {
             print!("batch {:>3}, length {:>6}{}:", case.batch, case.length, if cached { " cached" } else { "" });
             let mut ways = [1, 32, 66, 132].map(Way::Blocks).to_vec();
-            ways.extend((case.batch <= TOGETHER as usize).then_some(Way::Together));
+            ways.extend((case.batch <= MOST_SEQUENCES as usize).then_some(Way::Together));
             for (way, figures) in measure::in_ways(&mut bench, case, &ways, cached)? {
                 let way = match way {
                     Way::Blocks(blocks) => blocks.to_string(),
@@ -156,7 +156,7 @@ fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -
     let mut on_device = Batch::new(device, &inputs, 1)?;
     let mut ways = vec![on_device.way()];
     ways.extend([1, 3, 132, 500].map(Way::Blocks));
-    ways.extend((batch <= TOGETHER as usize).then_some(Way::Together));
+    ways.extend((batch <= MOST_SEQUENCES as usize).then_some(Way::Together));
     for &way in &ways {
         on_device.reset(&inputs)?;
         on_device.launch_with(0, way)?;

@@ -220,7 +220,7 @@ impl<T: TokenId> Batch<T> {
             match way {
                 Way::Blocks(blocks) => device.launch::<K>(blocks, ngram::SHARED_BYTES, params),
                 Way::Together => {
-                    assert!(batch <= ngram::TOGETHER, "{batch} sequences together");
+                    assert!(batch <= ngram::MOST_SEQUENCES, "{batch} sequences together");
                     device.launch_cooperative::<Together>(batch, ngram::together::SHARED_BYTES, params)
                 }
             }

@@ -104,19 +104,19 @@ use crate::embedding::embed_elements;
 use crate::linear::{K_PARTIALS, SLICE};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::stream::{SLICE_BYTES, TOGETHER};
+use crate::stream::{GROUP_N_TILES, SLICE_BYTES};
 use crate::waiting;
 use crate::weights::{BatchedFormat, Lossless};
 use crate::workspace::Workspace;
 
-/// Most rows of a step.
+/// Most rows of a launch with GEMMs. One of attention alone may have more, up to the 4,096 that an item can tell apart.
 pub const MAX_BATCHED_ROWS: u32 = 512;
 /// Threads of a CTA.
 pub const THREADS: u32 = 384;
 /// CTAs of a cluster. If a tile is split into two parts, they are the two CTAs of one cluster.
 pub const CLUSTER: u32 = 2;
 /// N-tiles of a tile.
-pub const TILE_N_TILES: u32 = TOGETHER;
+pub const TILE_N_TILES: u32 = GROUP_N_TILES;
 
 /// Split-K partials of an output: number `i` is the sum over the K-slices whose number is `i` modulo this.
 const K_SPLITS: u32 = K_PARTIALS;
@@ -293,13 +293,13 @@ impl BatchedStep {
         (most * 2 * 64 * rows) as usize
     }
 
-    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` CTAs. In order: for both halves of each tile that may
-    /// be split, how many parts have left their split-K partials, in two sets that GEMMs use in turn; the grid
-    /// barrier's counter, and how many CTAs are done; two words of attention's pool; two words of each row's norm
-    /// factor; for each row and query head, how many splits of attention are in memory.
+    /// Words of [`arrivals`](Self::arrivals) on a grid of `grid` CTAs, for up to `rows` rows. In order: for both halves
+    /// of each tile that may be split, how many parts have left their split-K partials, in two sets that GEMMs use in
+    /// turn; the grid barrier's counter, and how many CTAs are done; two words of attention's pool; two words of each
+    /// row's norm factor; for each row and query head, how many splits of attention are in memory.
     #[must_use]
-    pub const fn arrivals_len(grid: u32, q_heads: u32) -> usize {
-        4 * grid as usize + (GRID_BARRIER_WORDS + MAX_BATCHED_ROWS * q_heads) as usize
+    pub const fn arrivals_len(grid: u32, rows: u32, q_heads: u32) -> usize {
+        4 * grid as usize + (GRID_BARRIER_WORDS + rows * q_heads) as usize
     }
 
     /// Words of [`items`](Self::items) for `tiles` tiles that have at most `splits` splits each.

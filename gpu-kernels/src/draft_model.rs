@@ -18,8 +18,9 @@
 //! runs one draft, so in the end the cache has the keys and values of all drafts but the last. The next plan counts how
 //! many drafts the history agrees with. These stay in the cache, and the next chain begins behind them; the other
 //! drafts are overwritten. After a chain whose every draft was accepted the cache lacks two tokens, after any other
-//! chain one. After steps without a chain it lacks as many as they brought. What the host has read as a prompt is in
-//! the cache, too: it says how much that is ([`PlanDraft::read`]).
+//! chain one. That one may be there already, if the step had no rows for the chain's end: then it runs again, with the
+//! same bits. After steps without a chain the cache lacks as many tokens as they brought. What the host has read as a
+//! prompt is in the cache, too: it says how much that is ([`PlanDraft::read`]).
 //!
 //! # A head instead of a model
 //! An [EAGLE-3 head](crate::eagle) uses the same two kernels. Its row `i` is made of the tokens `i` and `i + 1`, so a
@@ -268,7 +269,9 @@ pub unsafe fn plan_draft(p: PlanDraft) {
         }
         // The passes of a chain have run all of its drafts but the last.
         let valid = if chained > 0 && p.shift == 0 { before + agreed.min(chained - 1) } else { cached };
-        let valid = valid.max(p.read);
+        // At least the newest token runs, since a chain begins with its logits. It is in the cache already where a step
+        // had no rows for the end of a chain, and the chain had foreseen what came next.
+        let valid = valid.max(p.read).min(length.saturating_sub(1 + p.shift));
         let left = p.max_length.saturating_sub(length + 1);
         let lag = length.saturating_sub(valid + p.shift);
         let mut choice = Choice::default();

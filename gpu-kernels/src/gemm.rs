@@ -87,7 +87,7 @@ use crate::linear::{K_PARTIALS, N_TILE};
 use crate::norm::{Norm, Residual};
 use crate::qkv::SplitHeads;
 use crate::ring::{Ring, Shape};
-use crate::stream::{SLICES_APART, TOGETHER};
+use crate::stream::{GROUP_N_TILES, SLICES_APART};
 
 /// Rows of a tile. All outputs have room for whole tiles of rows; rows beyond `m` have unspecified contents.
 pub const TILE_ROWS: u32 = 128;
@@ -100,7 +100,7 @@ pub const BOX: u32 = tensor::ROW;
 /// [`Residual::spans`].
 pub const SPAN: u32 = crate::norm::SPAN;
 /// Weight rows that one copy loads.
-pub const WEIGHT_ROWS: u32 = TOGETHER * N_TILE;
+pub const WEIGHT_ROWS: u32 = GROUP_N_TILES * N_TILE;
 /// Threads of a CTA.
 pub const THREADS: u32 = 384;
 
@@ -336,7 +336,7 @@ unsafe fn gemm_of<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, const A
         }
         let tiles = Tiles {
             band: p.band,
-            together: if N == 192 { [1, 2] } else { [DOWN * I::SHARERS, ACROSS] },
+            cluster_shape: if N == 192 { [1, 2] } else { [DOWN * I::SHARERS, ACROSS] },
             taken: 0,
             first: [p.first_row, p.first_feature],
             end: [p.m, p.n],

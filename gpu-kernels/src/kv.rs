@@ -16,7 +16,7 @@
 
 use cuda_std::{Global, GlobalMut, bf16, device};
 
-/// Size of an attention head; the Qwen3 family has no other.
+/// Size of an attention head. Models with another are refused.
 pub const HEAD_DIM: u32 = 128;
 /// Tokens in a page.
 pub const PAGE_TOKENS: u32 = 64;

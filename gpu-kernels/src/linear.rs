@@ -44,7 +44,7 @@ pub const K_PARTIALS: u32 = 4;
 const THREADS: u32 = K_PARTIALS * 32;
 /// Slices that a warp multiplies at a time, while it loads as many for the next turn. Four would gain nothing with few
 /// rows, with or without loading ahead: warps would need more registers, so fewer would fit on an SM.
-const TOGETHER: u32 = 2;
+const SLICES_IN_FLIGHT: u32 = 2;
 
 /// Parameters of the kernels of this module. Grid: the matrix's N-tiles. Shared memory: [`Linear::shared_bytes`].
 #[repr(C)]
@@ -118,11 +118,11 @@ unsafe fn partial_sums<const TILES: usize>(p: &Linear, count: u32) {
         let mut acc = [[0f32; 4]; TILES];
         let mut slice = warp;
         let slices = k_size / SLICE;
-        let turn = TOGETHER * K_PARTIALS;
+        let turn = SLICES_IN_FLIGHT * K_PARTIALS;
         // Loads the fragments of a turn's slices, four instructions for each slice. The last turn may have fewer
         // slices.
         let fetch = |slice: u32| {
-            let mut fragments = [[0u32; 4]; 4 * TOGETHER as usize];
+            let mut fragments = [[0u32; 4]; 4 * SLICES_IN_FLIGHT as usize];
             unroll!(S < 2; {
                 let slice = slice + S as u32 * K_PARTIALS;
                 if slice < slices {

@@ -136,14 +136,14 @@ mod shared_layout {
 pub const WORKSPACE_FILL: u8 = 0xFF;
 
 /// Most sequences of a launch of [`mod@together`].
-pub const TOGETHER: u32 = 128;
+pub const MOST_SEQUENCES: u32 = 128;
 
 /// The first slot and the first key of a workspace. Before them: how many CTAs have finished.
 const SLOTS: usize = 2;
-const KEYS: usize = SLOTS + 2 * TOGETHER as usize;
+const KEYS: usize = SLOTS + 2 * MOST_SEQUENCES as usize;
 
-/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many CTAs have finished, [`TOGETHER`]
-/// slots of two words, and a key for each sequence.
+/// Elements (`u64`) of the workspace of a batch of up to `batch` sequences: how many CTAs have finished,
+/// [`MOST_SEQUENCES`] slots of two words, and a key for each sequence.
 pub const fn workspace_len(batch: u32) -> usize {
     KEYS + batch as usize
 }
@@ -187,7 +187,7 @@ const MANY_TILES: u64 = 16;
 /// There, SMs without a sequence do not help to read. That costs nothing if every SM has a sequence, and little if
 /// there is little to read.
 pub const fn together<T: Token>(batch: u32, longest: u32, sms: u32) -> bool {
-    batch <= TOGETHER && batch <= sms && tiles::<T>(longest) * (sms - batch) as u64 <= WAITED_TILES * sms as u64
+    batch <= MOST_SEQUENCES && batch <= sms && tiles::<T>(longest) * (sms - batch) as u64 <= WAITED_TILES * sms as u64
 }
 
 /// Tiles that a CTA reads in the time that the other launch's arrivals take longer.

@@ -277,7 +277,7 @@ impl PackPages {
             let heads = thread::grid_dim_x();
             let block = self.list.load(thread::block_idx_z() as usize) * heads + head;
             let at = (layer * self.page_count * heads) as usize + block as usize;
-            (block, self.pages.at(at * (RAW_BYTES as usize)).cast(), self.forms.at(at))
+            (block, self.pages.at(at * (2 * PAGE_TOKENS * HEAD_DIM) as usize).cast(), self.forms.at(at))
         }
     }
 }

@@ -41,7 +41,7 @@ mod team;
 use core::marker::PhantomData;
 
 use cuda_std::shared::{self, Shared};
-use cuda_std::{Global, GlobalMut, device, kernel, math, thread};
+use cuda_std::{Global, GlobalMut, device, kernel, math, thread, warp};
 
 pub(crate) use mass::key;
 pub(crate) use mass::masses_of;
@@ -55,7 +55,7 @@ use select::{BINS, Mass, One};
 pub(crate) use team::block_max;
 pub(crate) use team::{MOST_CANDIDATES, Team};
 pub use team::{MOST_SPLITS, SCRATCH_WORDS, ZEROED_WORDS, splits};
-use team::{block_total, block_totals, running_total};
+use team::{block_total, block_totals};
 
 use crate::step::{NO_TOKEN, Rows};
 
@@ -549,7 +549,7 @@ unsafe fn draw<C: Change>(
                     row.one_each::<C>(|logit| {
                         weight = if logit >= least { weigh(&[logit; SIDE_BY_SIDE])[0] } else { 0 }
                     });
-                    let upto = start + running_total(weight);
+                    let upto = start + warp::inclusive_sum(weight);
                     if upto - weight <= drawn && drawn < upto {
                         token.store(0, row.slice.0 + thread::lane_id());
                     }

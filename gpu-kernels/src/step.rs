@@ -24,7 +24,7 @@ use crate::tree::Path;
 
 /// Most rows of a decode step: the newest token and 15 drafts.
 pub const MAX_DECODE_ROWS: u32 = 16;
-/// Most rows of any step: a chunk of a prompt.
+/// Most rows of a pass by the kernels of the unfused path.
 pub const MAX_ROWS: u32 = 64;
 
 /// In place of a token: there is none, because the row's logits are not finite.
@@ -36,11 +36,11 @@ pub const NO_TOKEN: u32 = u32::MAX;
 pub struct Rows {
     /// `[1]`, how many rows there are; 0 when nothing is left to do.
     pub count: GlobalMut<u32>,
-    /// `[MAX_ROWS]` token ids.
+    /// `[rows]` token ids; here and below, as many as a pass may have.
     pub tokens: GlobalMut<u32>,
-    /// `[MAX_ROWS]` positions in their sequences.
+    /// `[rows]` positions in their sequences.
     pub positions: GlobalMut<u32>,
-    /// `[MAX_ROWS]` sequence numbers: which page table.
+    /// `[rows]` sequence numbers: which page table.
     pub sequences: GlobalMut<u32>,
     /// `[MAX_DECODE_ROWS]` the words of the rows' [paths](Path), if these are a tree of one sequence; null if the rows
     /// of each sequence are a chain.

@@ -43,9 +43,9 @@ const _: () = {
 /// Bytes from the core matrices of one instruction to those of the next, within a slice.
 pub(crate) const STEP_BYTES: u32 = 2 * CORE_BYTES;
 /// N-tiles whose slices lie together: a group.
-pub const TOGETHER: u32 = 8;
+pub const GROUP_N_TILES: u32 = 8;
 /// Bytes from one slice of a chunk to the next: those of a group's other N-tiles lie between.
-pub const SLICES_APART: u32 = TOGETHER * SLICE_BYTES;
+pub const SLICES_APART: u32 = GROUP_N_TILES * SLICE_BYTES;
 /// Most N-tiles of a CTA in a wave: the accumulators have room for no more.
 pub const N_TILES: u32 = 8;
 /// Slices of a chunk.
@@ -128,26 +128,27 @@ impl Wave {
     /// N-tiles that the wave has room for: whole groups.
     #[device]
     const fn room(&self) -> u32 {
-        self.n_tiles.next_multiple_of(TOGETHER)
+        self.n_tiles.next_multiple_of(GROUP_N_TILES)
     }
 
-    /// The group of [`TOGETHER`] N-tiles' chunks that has chunk `q` of an N-tile. Groups are counted from the start of
-    /// the stream.
+    /// The group of [`GROUP_N_TILES`] N-tiles' chunks that has chunk `q` of an N-tile. Groups are counted from the
+    /// start of the stream.
     #[device]
-    pub const fn together(&self, n_tile: u32, q: u32) -> u32 {
-        (self.base / TOGETHER as u64) as u32 + q * (self.room() / TOGETHER) + n_tile / TOGETHER
+    pub const fn group(&self, n_tile: u32, q: u32) -> u32 {
+        (self.base / GROUP_N_TILES as u64) as u32 + q * (self.room() / GROUP_N_TILES) + n_tile / GROUP_N_TILES
     }
 
     /// The byte of the stream at which an N-tile's slice begins.
     #[device]
     pub const fn slice(&self, n_tile: u32, slice: u32) -> u64 {
-        let chunks = self.base + (slice / SLICES) as u64 * self.room() as u64 + (n_tile / TOGETHER * TOGETHER) as u64;
-        chunks * CHUNK_BYTES as u64 + (slice % SLICES * SLICES_APART + n_tile % TOGETHER * SLICE_BYTES) as u64
+        let chunks =
+            self.base + (slice / SLICES) as u64 * self.room() as u64 + (n_tile / GROUP_N_TILES * GROUP_N_TILES) as u64;
+        chunks * CHUNK_BYTES as u64 + (slice % SLICES * SLICES_APART + n_tile % GROUP_N_TILES * SLICE_BYTES) as u64
     }
 }
 
-/// Where the slices of [`TOGETHER`] N-tiles lie. Slices with one number lie [side by side](crate::stream), 16 KiB in
-/// all.
+/// Where the slices of [`GROUP_N_TILES`] N-tiles lie. Slices with one number lie [side by side](crate::stream), 16 KiB
+/// in all.
 #[derive(Clone, Copy)]
 pub(crate) struct Slices {
     /// The byte of the stream at which slice 0 begins.
@@ -157,8 +158,8 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// The slices of the N-tiles from `n_tile` on, a multiple of [`TOGETHER`]. The matrix has `n_tiles` N-tiles of `k`
-    /// input features, and is laid out for `blocks` CTAs from chunk `base` on.
+    /// The slices of the N-tiles from `n_tile` on, a multiple of [`GROUP_N_TILES`]. The matrix has `n_tiles` N-tiles of
+    /// `k` input features, and is laid out for `blocks` CTAs from chunk `base` on.
     ///
     /// # Safety
     /// `blocks` is at least 1, and `n_tile` is below `n_tiles`.
@@ -228,8 +229,8 @@ impl StreamMatrix {
     pub(crate) unsafe fn slices(&self, n_tile: u32) -> (Slices, u32) {
         let Self { base, blocks, n_tiles, k, .. } = *self;
         // SAFETY: the caller's word.
-        let slices = unsafe { Slices::new(base, blocks, n_tiles, k, n_tile / TOGETHER * TOGETHER) };
-        (slices, n_tile % TOGETHER * SLICE_BYTES)
+        let slices = unsafe { Slices::new(base, blocks, n_tiles, k, n_tile / GROUP_N_TILES * GROUP_N_TILES) };
+        (slices, n_tile % GROUP_N_TILES * SLICE_BYTES)
     }
 }
 

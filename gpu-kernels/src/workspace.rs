@@ -98,11 +98,13 @@ impl Workspace {
         }
     }
 
-    /// How many query heads share a key-value head: at least one, at most [`PAIRS`]. The workspace must be filled in.
+    /// How many query heads share a key-value head: at least one, at most [`PAIRS`].
+    ///
+    /// # Safety
+    /// The workspace is a launch's: the model has heads, at most [`PAIRS`] to a key-value head.
     #[device]
-    pub(crate) fn group(&self) -> u32 {
-        // SAFETY: a workspace is a launch's parameters, and the launcher's word is that the model has heads, at most 16
-        // to a key-value head.
+    pub(crate) unsafe fn group(&self) -> u32 {
+        // SAFETY: the caller's word.
         unsafe {
             cuda_std::assume(self.kv_heads > 0);
             let group = self.q_heads / self.kv_heads;

@@ -8,7 +8,7 @@ mod sampled;
 
 use cuda_std::tensor::Array;
 use gpu_kernels::linear::K_PARTIALS;
-use gpu_kernels::stream::{CHUNK_BYTES, StreamMatrix, TOGETHER};
+use gpu_kernels::stream::{CHUNK_BYTES, GROUP_N_TILES, StreamMatrix};
 use gpu_kernels::weights::lossless::{self, Lossless, MOST_BEYOND, PACKED_SLICE, Pack, TILE_WEIGHTS, Unpack};
 use model::Config;
 use model::plan::{Gemm, Matrix};
@@ -161,9 +161,9 @@ impl Packed {
     pub(crate) fn make_layer(&self, device: &Device, layer: usize, stream: &Stream) -> Result<(), Error> {
         let matrix = Matrix::OF_LAYER[0].number(layer);
         let [first, second, third, fourth, end] =
-            [0, 1, 2, 3, 4].map(|i| (self.bases[matrix + i] / u64::from(TOGETHER)) as u32);
+            [0, 1, 2, 3, 4].map(|i| (self.bases[matrix + i] / u64::from(GROUP_N_TILES)) as u32);
         let chunks = end - first;
-        assert!(u64::from(chunks * TOGETHER) <= stream.layer_chunks() && chunks <= MOST_CHUNKS, "{chunks} chunks");
+        assert!(u64::from(chunks * GROUP_N_TILES) <= stream.layer_chunks() && chunks <= MOST_CHUNKS, "{chunks} chunks");
         let unpack = Unpack {
             weights: self.parts(),
             stream: stream.weights().ptr_mut(),
@@ -171,14 +171,14 @@ impl Packed {
             matrix: matrix as u32,
             bounds: [second, third, fourth].map(|bound| bound - first),
         };
-        let shared = TOGETHER * Lossless::tile_bytes(self.list_bytes);
+        let shared = GROUP_N_TILES * Lossless::tile_bytes(self.list_bytes);
         // SAFETY: the layer has so many chunks, here and in the stream.
         unsafe { device.launch_whole::<lossless::unpack_weights>((K_PARTIALS, chunks), shared, unpack) }
     }
 
     /// The launches over a matrix's chunks of 8 N-tiles: for each its first chunk, and how many chunks it takes.
     fn grids(&self, number: usize) -> impl Iterator<Item = (u32, u32)> {
-        let chunks = ((self.bases[number + 1] - self.bases[number]) / u64::from(TOGETHER)) as u32;
+        let chunks = ((self.bases[number + 1] - self.bases[number]) / u64::from(GROUP_N_TILES)) as u32;
         let firsts = (0..chunks).step_by(MOST_CHUNKS as usize);
         firsts.map(move |first| (first, (chunks - first).min(MOST_CHUNKS)))
     }

@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use cuda_std::Global;
 use cuda_std::tensor::Array;
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::stream::{CHUNK_FEATURES, StreamMatrix, TOGETHER};
+use gpu_kernels::stream::{CHUNK_FEATURES, GROUP_N_TILES, StreamMatrix};
 use gpu_kernels::weights::quantized::{CodeKernels, Dequantize, GROUP, GROUPS, Quantize, Scale};
 use model::checkpoint::MatrixOutline;
 use model::format::{Code, Codes};
@@ -202,7 +202,7 @@ impl Quantized {
         // SAFETY: the layer begins there.
         let codes = unsafe { self.codes.ptr().at(at) };
         let dequantize = Dequantize { codes, stream: stream.weights().ptr_mut() };
-        let grid = (GROUPS, (chunks / u64::from(TOGETHER)) as u32);
+        let grid = (GROUPS, (chunks / u64::from(GROUP_N_TILES)) as u32);
         // SAFETY: there are codes of so many chunks, and room for what they mean.
         unsafe {
             by_code!(self.coding, C => device.launch_whole::<<C as CodeKernels>::Dequantize>(grid, 0, dequantize))

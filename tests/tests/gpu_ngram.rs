@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use benches::ngram::{Batch, Hit, Inputs, Operator, Peer, Published, TokenId, Way};
-use gpu_kernels::ngram::TOGETHER;
+use gpu_kernels::ngram::MOST_SEQUENCES;
 use host::device::{self, Device};
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -32,7 +32,7 @@ fn check<T: TokenId>(device: &Device, batch: usize, longest: usize, seed: u64) -
     let inputs = Inputs::<T>::random(batch, longest, seed);
     let expected = inputs.expected();
     let mut on_device = Batch::new(device, &inputs, 1)?;
-    let together = (batch <= TOGETHER as usize).then_some(Way::Together);
+    let together = (batch <= MOST_SEQUENCES as usize).then_some(Way::Together);
     for way in [on_device.way(), Way::Blocks(1), Way::Blocks(3), Way::Blocks(400)].into_iter().chain(together) {
         on_device.reset(&inputs)?;
         on_device.launch_with(0, way)?;

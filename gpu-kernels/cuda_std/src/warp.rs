@@ -108,6 +108,23 @@ pub fn max(value: u32) -> u32 {
     target::max_of_warp(value)
 }
 
+/// The sum of `value` over the lanes up to and including this one. Every lane of the warp takes part. Integers alone:
+/// of floats the order of the sum would matter.
+#[inline(always)]
+#[must_use]
+#[track_caller]
+pub fn inclusive_sum<T: Word + core::ops::AddAssign + Ord>(mut value: T) -> T {
+    let mut delta = 1;
+    while delta < 32 {
+        let before = shuffle_up(value, delta);
+        if crate::thread::lane_id() >= delta {
+            value += before;
+        }
+        delta *= 2;
+    }
+    value
+}
+
 /// Waits for all lanes of the warp, and orders their memory accesses (`bar.warp.sync`).
 #[inline(always)]
 #[track_caller]

@@ -203,7 +203,7 @@ pub unsafe fn load_pages(
 }
 
 /// Queries that a warp makes at a time.
-const TOGETHER: usize = 4;
+const QUERIES_AT_ONCE: usize = 4;
 
 /// A warp makes the queries of a row for a key-value head, `[group, 128]`, from the projection's output.
 ///
@@ -231,7 +231,7 @@ pub unsafe fn make_row_queries(p: &BatchedStep, factors: Factors, row: u32, kv_h
                     }
                 });
             });
-            first += TOGETHER as u32;
+            first += QUERIES_AT_ONCE as u32;
         }
     }
 }

@@ -39,9 +39,9 @@ impl Newest {
         queries: Shared<bf16>,
     ) -> Self {
         let mut newest = Self { weight, key: None, value: [0.0; 4] };
-        let group = p.work.group();
         // SAFETY: the caller's word.
         unsafe {
+            let group = p.work.group();
             if item.brings_key(group) {
                 newest.key = Some(queries.at((item.rows * group * HEAD_DIM) as usize));
             }

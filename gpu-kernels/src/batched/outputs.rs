@@ -386,7 +386,7 @@ impl Best {
                             if outputs.there[f] { sums[I][2 * f + R] * factors[R] } else { f32::NEG_INFINITY }
                         };
                         logits[i] = [logit(0), logit(1)];
-                        words[i] = (key(math::max(logits[i][0], logits[i][1])) / TAGS * TAGS) | self.tile;
+                        words[i] = (key(logits[i][0]).max(key(logits[i][1])) / TAGS * TAGS) | self.tile;
                         // Both conditions are evaluated, without a branch.
                         is_better[i] = (row < outputs.rows[0]) & !is_behind(words[i], known(row));
                     });

@@ -18,7 +18,7 @@ use super::{BatchedStep, K_SPLITS, Memory, Phase, PhaseKind, factors};
 use crate::linear::SLICE;
 use crate::qkv::{Factors, append};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_FEATURES, N_TILES, TOGETHER, Wave};
+use crate::stream::{CHUNK_FEATURES, GROUP_N_TILES, N_TILES, Wave};
 use crate::weights::{BatchedFormat, Plain, StageSources};
 
 /// Most stages of pages under way at a time: see the [decode kernel](crate::decode)'s producer.
@@ -146,7 +146,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                         *steps += 1;
                     }
                     let mut weights = stages.of(k_split);
-                    let mut first = wave.together(n_tile, 0) * TOGETHER;
+                    let mut first = wave.group(n_tile, 0) * GROUP_N_TILES;
                     let (mut turn, depth) = (0, gemm.depth(k_split));
                     while turn < depth {
                         // Boxes have few bytes, and consumers would wait for them. So their number under way has no
@@ -172,7 +172,7 @@ unsafe fn produce_weights<F: BatchedFormat, const ROWS: u32>(
                             } else {
                                 tensor::load_box(to, p.boxes, at, full);
                             }
-                            first += if turn % 2 == 0 { 0 } else { n_tiles.next_multiple_of(TOGETHER) };
+                            first += if turn % 2 == 0 { 0 } else { n_tiles.next_multiple_of(GROUP_N_TILES) };
                         } else {
                             if ROWS == 64 {
                                 bulk::copy_to_shared_once(to, weights, bytes, full);

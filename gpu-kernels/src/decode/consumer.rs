@@ -60,8 +60,12 @@ pub fn sync() {
 }
 
 impl<'a, const ROWS: u8, const SHORT: bool> Consumer<'a, ROWS, SHORT> {
+    /// The consumers of a CTA, in a step of `count` rows whose first sequence flag is `flag`.
+    ///
+    /// # Safety
+    /// The roles have parted: the CTA has put into shared memory what all of them find there, and has synchronised.
     #[device]
-    pub fn new<F: WeightFormat>(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
+    pub unsafe fn new<F: WeightFormat>(p: &'a DecodeStep, count: u32, flag: u32) -> Self {
         let ring = Ring::consumer(super::ring::<F>(SHORT));
         let (grid, place) = (thread::grid_dim_x(), thread::block_idx_x());
         Self { p, count, flag, ring, rows: Divisor::new(count), grid, place }

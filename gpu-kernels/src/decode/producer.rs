@@ -27,7 +27,8 @@
 //! | one row otherwise | first of these | second of these |
 //!
 //! For weights `n` is multiplied by the format's [`UNDER_WAY`](WeightFormat::UNDER_WAY). If that is more than 1, the
-//! product is at most the ring's stages less [`NOT_UNDER_WAY`].
+//! product is at most the ring's stages less [`NOT_UNDER_WAY`]. A short ring has no such stages: there a warp reads
+//! every stage.
 //!
 //! # Phases of full barriers
 //! A full barrier tells only two successive fills of its stage apart. So before a warp asks for the fill at place `q`
@@ -74,9 +75,8 @@ use crate::weights::{Lossless, Plain, WeightFormat};
 /// `count` is the step's rows, at least 1, which are of one sequence.
 #[device]
 pub unsafe fn wants_wgmma(p: &DecodeStep, count: u32) -> bool {
-    // SAFETY: the caller's word: a step has rows.
-    let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
-    let pairs = count * p.work.group();
+    // SAFETY: the caller's word: a step has rows, and a workspace.
+    let (last, pairs) = unsafe { (p.work.rows.positions.load(0) + count - 1, count * p.work.group()) };
     let splits = last / SPLIT + 1;
     PAIRS < pairs && pairs <= ALL_PAIRS && DecodeStep::is_long(p.work.kv_heads, splits, thread::grid_dim_x())
 }
@@ -128,9 +128,11 @@ impl Units {
         // SAFETY: the caller's word: a step has so many rows.
         let last = unsafe { p.work.rows.positions.load(0) } + count - 1;
         let grid = thread::grid_dim_x();
-        // SAFETY: a grid has CTAs.
-        unsafe { cuda_std::assume(grid > 0) };
-        let group = Divisor::new(p.work.group());
+        // SAFETY: a grid has CTAs. The workspace is the step's.
+        let group = unsafe {
+            cuda_std::assume(grid > 0);
+            Divisor::new(p.work.group())
+        };
         let splits = last / SPLIT + 1;
         let (mut tile_rows, mut tiles) = (group.divide(PAIRS).0, Attend::tiles(count, group.value));
         // Tiles may have any size, since pairs do not mix: they are smaller where that keeps more CTAs busy.
@@ -156,9 +158,11 @@ impl Units {
     #[device]
     pub unsafe fn of_sequences(p: &DecodeStep, count: u32, last: u32) -> Self {
         let (block, grid) = (thread::block_idx_x(), thread::grid_dim_x());
-        // SAFETY: a grid has CTAs.
-        unsafe { cuda_std::assume(grid > 0) };
-        let group = Divisor::new(p.work.group());
+        // SAFETY: a grid has CTAs. The workspace is the step's.
+        let group = unsafe {
+            cuda_std::assume(grid > 0);
+            Divisor::new(p.work.group())
+        };
         // SAFETY: the caller's word.
         let units = |tile_rows: u32| unsafe { sequences::units(count, p.work.kv_heads, tile_rows) };
         let mut tile_rows = group.divide(PAIRS).0;

@@ -6,10 +6,11 @@
 //! tile are taken one after another, each with its own values.
 //!
 //! # Safety
-//! `p` is the parameter block of a step whose rows may be a tree, all slots of which are in one split. [`bring`] comes
-//! first, before the CTA synchronises. All lanes of a consumer warp call everything else that is unsafe here, for a
-//! share whose pages are the ring's next stages. The pages that are read were waited for, the step's own keys and
-//! values are in them, and nobody releases them meanwhile. A row is below the step's rows.
+//! `p` is the parameter block of a step whose rows have paths. If they branch, all their slots are in one split; those
+//! of a chain may lie in two. [`bring`] comes first, before the CTA synchronises. All lanes of a consumer warp call
+//! everything else that is unsafe here, for a share whose pages are the ring's next stages. The pages that are read
+//! were waited for, the step's own keys and values are in them, and nobody releases them meanwhile. A row is below the
+//! step's rows.
 
 use cuda_std::{device, mma, shared, thread, warp};
 

@@ -6,7 +6,7 @@ use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, thread, warp};
 
 use super::{GROUP, groups};
 use crate::linear::SLICE;
-use crate::stream::{CHUNK_FEATURES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamMatrix, TOGETHER};
+use crate::stream::{CHUNK_FEATURES, GROUP_N_TILES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamMatrix};
 
 const THREADS: u32 = 256;
 /// Bytes of codes that a thread finds at a time: one feature's, for half of an MMA's inputs.
@@ -52,7 +52,7 @@ pub unsafe fn encode_e4m3(p: EncodeE4m3) {
         let ((from_slices, from_own), (to_slices, to_own)) = (p.from.slices(n_tile), p.to.slices(n_tile));
         let from = p.from.stream.cast::<u8>().at(from_own as usize);
         let to = p.codes.cast::<u8>().at(to_slices.at(q * SLICES) as usize + to_own as usize);
-        let scales = p.scales.at((n_tile / TOGETHER * groups(p.from.k) * 4) as usize);
+        let scales = p.scales.at((n_tile / GROUP_N_TILES * groups(p.from.k) * 4) as usize);
         let mut strange = false;
         let mut piece = thread::thread_idx_x();
         while piece < SLICES * SLICE_BYTES / TOGETHER_BYTES {

@@ -31,9 +31,9 @@ use super::{BOX_BYTES, DEPTH, GROUP_ROWS, Gemm, Inputs, THREADS, TILE_ROWS, WEIG
 use crate::e4m3::GROUP;
 use crate::linear::N_TILE;
 use crate::ring::{Ring, Shape};
-use crate::stream::{STEP_BYTES, TOGETHER};
+use crate::stream::{GROUP_N_TILES, STEP_BYTES};
 
-const _: () = assert!(GROUP == 2 * DEPTH && TOGETHER * N_TILE == WEIGHT_ROWS && WEIGHT_ROWS == 128);
+const _: () = assert!(GROUP == 2 * DEPTH && GROUP_N_TILES * N_TILE == WEIGHT_ROWS && WEIGHT_ROWS == 128);
 
 /// The scales of a GEMM's operands.
 #[repr(C)]
@@ -259,7 +259,7 @@ impl<const SHARERS: u32> Inputs for SharedBy<SHARERS> {
             let row = row.min(x_rows - TILE_ROWS);
             let x = x_scales.at((slice * x_rows + row) as usize).cast();
             bulk::copy_to_shared(to, x, X_SCALES, ring.full());
-            let w = w_scales.at(((n_tile / TOGETHER * groups + slice) * 4) as usize).cast();
+            let w = w_scales.at(((n_tile / GROUP_N_TILES * groups + slice) * 4) as usize).cast();
             bulk::copy_to_shared(to.at(X_SCALES as usize), w, W_SCALES, ring.full());
         }
     }

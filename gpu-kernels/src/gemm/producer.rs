@@ -10,7 +10,7 @@ use super::tile_scheduler::{InOrder, Tiles};
 use super::{DEPTH, Gemm, Inputs, WEIGHT_ROWS, X_BYTES, loaded, wait};
 use crate::linear::{K_PARTIALS, N_TILE};
 use crate::ring::Ring;
-use crate::stream::{SLICES_APART, Slices, TOGETHER};
+use crate::stream::{GROUP_N_TILES, SLICES_APART, Slices};
 
 /// The slice that is multiplied after this one. With split-K partials: the next slice of the same partial, or the first
 /// slice of the next partial.
@@ -45,10 +45,10 @@ pub unsafe fn produce<E: Epilogue, I: Inputs, const N: u32, const DOWN: u32, con
         // again.
         let n_tile_of = |column: u32, more: u32| {
             let n_tile = column * (if E::GATED { 2 } else { 1 }) / N_TILE;
-            (n_tile + more).min((p.n_tiles - 1) / TOGETHER * TOGETHER)
+            (n_tile + more).min((p.n_tiles - 1) / GROUP_N_TILES * GROUP_N_TILES)
         };
         let weights_of = |column: u32| {
-            [0, TOGETHER].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, n_tile_of(column, more)))
+            [0, GROUP_N_TILES].map(|more| Slices::new(p.base, p.blocks, p.n_tiles, p.k, n_tile_of(column, more)))
         };
         // CTAs one above the other share weights, and CTAs side by side share rows: they take turns to load for all of
         // them.

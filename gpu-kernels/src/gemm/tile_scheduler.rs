@@ -1,8 +1,8 @@
 //! The tiles that a CTA takes, and their order.
 //!
 //! Turns go down a band of [`Tiles::band`] rows of tiles before they go right; then comes the next band. The last band
-//! may be lower. A turn is one tile of each of the CTAs that take neighbouring tiles: [`Tiles::together`], one CTA if
-//! they are not in clusters. (It is two tiles of a CTA where an epilogue takes them [in pairs](Epilogue::IN_PAIRS).)
+//! may be lower. A turn is one tile of each of the CTAs that take neighbouring tiles: [`Tiles::cluster_shape`], one CTA
+//! if they are not in clusters. (It is two tiles of a CTA where an epilogue takes them [in pairs](Epilogue::IN_PAIRS).)
 //! With bands of two rows of turns:
 //!
 //! ```text
@@ -29,18 +29,18 @@ use super::epilogue::Epilogue;
 /// tiles.
 #[derive(Clone, Copy)]
 pub struct Tiles {
-    pub band: u32,
+    pub(super) band: u32,
     /// CTAs that take neighbouring tiles: how many one above the other, and how many side by side.
-    pub together: [u32; 2],
+    pub(super) cluster_shape: [u32; 2],
     /// Tiles taken so far.
-    pub taken: u32,
+    pub(super) taken: u32,
     /// The first row and feature of all tiles, and their ends.
-    pub first: [u32; 2],
-    pub end: [u32; 2],
+    pub(super) first: [u32; 2],
+    pub(super) end: [u32; 2],
     /// Rows and features from the tile of one such CTA to the next CTA's.
-    pub apart: [u32; 2],
+    pub(super) apart: [u32; 2],
     /// Rows and features of what these CTAs take together in one turn.
-    pub size: [u32; 2],
+    pub(super) size: [u32; 2],
 }
 
 impl Iterator for Tiles {
@@ -50,8 +50,8 @@ impl Iterator for Tiles {
     #[device]
     fn next(&mut self) -> Option<(u32, u32)> {
         let block = thread::opaque(thread::block_idx_x());
-        let together = self.together[0] * self.together[1];
-        let turn = (block + self.taken * thread::opaque(thread::grid_dim_x())) / together;
+        let ctas = self.cluster_shape[0] * self.cluster_shape[1];
+        let turn = (block + self.taken * thread::opaque(thread::grid_dim_x())) / ctas;
         // Recomputed each time: kept across tiles, they would take registers from the epilogues.
         let [rows, columns] = [0, 1].map(|i| (thread::opaque(self.end[i]) - self.first[i]).div_ceil(self.size[i]));
         if turn >= rows * columns {
@@ -67,7 +67,7 @@ impl Iterator for Tiles {
         unsafe { cuda_std::assume(height != 0) };
         let within = turn % in_band;
         let (row, column) = (first + within % height, within / height);
-        let place = [block % self.together[0], block % together / self.together[0]];
+        let place = [block % self.cluster_shape[0], block % ctas / self.cluster_shape[0]];
         let at = |i: usize, tile: u32| self.first[i] + place[i] * self.apart[i] + tile * self.size[i];
         Some((at(0, row), at(1, column)))
     }

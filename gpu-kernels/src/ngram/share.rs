@@ -100,23 +100,6 @@ unsafe fn wish_of<T: Token, O: Operator<T>>(operator: &O, keys: &Keys, b: u32) -
     }
 }
 
-/// The sum over the lanes up to and including this one.
-///
-/// # Safety
-/// All lanes of the warp call it.
-#[device]
-unsafe fn running_total(mut v: i64) -> i64 {
-    let mut delta = 1;
-    while delta < 32 {
-        let before = warp::shuffle_up(v, delta);
-        if thread::lane_id() >= delta {
-            v += before;
-        }
-        delta *= 2;
-    }
-    v
-}
-
 /// How many drafts a sequence gets that could use `cap` and finds `room`.
 #[device]
 pub fn grant(cap: u32, room: i64) -> u32 {
@@ -216,7 +199,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
                 let mut before = 0;
                 let of_warp = warp_id * 32 < here;
                 if of_warp {
-                    before = running_total(own);
+                    before = warp::inclusive_sum(own);
                 }
                 if here <= 32 {
                     before -= own;
@@ -227,7 +210,7 @@ pub unsafe fn share_out<T: Token, O: Operator<T>>(operator: &O, keys: &Keys) {
                     thread::sync_threads();
                     // Every warp sums the 32 totals for itself.
                     let total = totals.load(lane as usize);
-                    let upto = running_total(total);
+                    let upto = warp::inclusive_sum(total);
                     before += warp::shuffle_idx(upto - total, warp_id) - own;
                     chunk_sum = warp::shuffle_idx(upto, 31);
                 }

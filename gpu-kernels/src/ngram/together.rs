@@ -24,14 +24,14 @@
 //!
 //! # Safety
 //! An operator is a launch's parameter block, whose arrays are as it says. The grid has a CTA for each sequence, at
-//! most [`TOGETHER`]; CTAs start in order, or all at once.
+//! most [`MOST_SEQUENCES`]; CTAs start in order, or all at once.
 
 use cuda_std::atomic::{self, Ordering, Scope};
 use cuda_std::{GlobalMut, device, thread, warp};
 
 use super::search::{Ahead, Keys, Units, search_part, texts};
 use super::share::{Wish, grant};
-use super::{Operator, TOGETHER, Token};
+use super::{MOST_SEQUENCES, Operator, Token};
 use crate::waiting;
 
 /// Threads of a CTA. The kernels take any power of two of warps.
@@ -40,7 +40,7 @@ pub const THREADS: u32 = 512;
 pub const SHARED_BYTES: u32 = 8;
 
 /// Slots that a lane reads.
-const ROUNDS: u32 = TOGETHER / 32;
+const ROUNDS: u32 = MOST_SEQUENCES / 32;
 /// The tag in a slot's word; the bits below it are the number.
 const TAG: u64 = 1 << 63;
 
@@ -53,7 +53,7 @@ fn number(word: u64) -> i64 {
 /// The words of slot `i`: cap and fixed.
 ///
 /// # Safety
-/// `i` is below [`TOGETHER`], and `slots` are a launch's.
+/// `i` is below [`MOST_SEQUENCES`], and `slots` are a launch's.
 #[device]
 unsafe fn slot(slots: GlobalMut<u64>, i: u32) -> [u64; 2] {
     let at = 2 * i as usize;
@@ -137,7 +137,7 @@ pub(super) unsafe fn draft_after<T: Token, O: Operator<T>>(
         let wish = Wish::new(s, b, claim, &t, keys.load(0));
         let tag = !before & TAG;
         let mut to = block + lane * s.batch;
-        while to < TOGETHER {
+        while to < MOST_SEQUENCES {
             let at = 2 * to as usize;
             let words = [wish.cap as u64, claim.fixed as u64 & !TAG];
             atomic::store(slots, at, tag | words[0], Ordering::Relaxed, Scope::Device);

@@ -19,7 +19,7 @@ use cuda_std::{device, shared, thread, warp};
 
 use super::row::{Change, Row};
 
-use super::team::{Team, block_totals, running_total};
+use super::team::{Team, block_totals};
 use super::{HISTOGRAM, RESULT, THREADS};
 use crate::sample::mass::{masses_of, rank, ranked_logit};
 
@@ -230,7 +230,7 @@ pub(crate) unsafe fn select<W: Weight>(
             unroll!(I < OWN of 8; {
                 own += bins[I];
             });
-            let upto = running_total(own);
+            let upto = warp::inclusive_sum(own);
             let (before, all) = block_totals(warp::shuffle_idx(upto, 31));
             let (goal, above) = if is_first { (target(all), 0) } else { (result.load(GOAL), result.load(ABOVE)) };
             if is_first && (all < goal || goal == 0) {

@@ -59,10 +59,12 @@ pub(crate) struct Team {
 }
 
 impl Team {
-    /// This CTA's view of a team of `splits` CTAs, at least 1, in which it has the slice `rank`. `scratch` is the
-    /// row's.
+    /// This CTA's view of a team of `splits` CTAs in which it has the slice `rank`. `scratch` is the row's.
+    ///
+    /// # Safety
+    /// `splits` is at least 1, and `rank` below it.
     #[device]
-    pub fn new(splits: u32, rank: u32, scratch: GlobalMut<u64>) -> Self {
+    pub unsafe fn new(splits: u32, rank: u32, scratch: GlobalMut<u64>) -> Self {
         Self { splits, rank, scratch, syncs: 0 }
     }
 
@@ -70,7 +72,8 @@ impl Team {
     /// scratch.
     #[device]
     pub fn alone(&self) -> Self {
-        Self::new(1, 0, self.scratch)
+        // SAFETY: the first of one.
+        unsafe { Self::new(1, 0, self.scratch) }
     }
 
     /// This CTA's slice of the vocabulary: its first token, and the one after its last.
@@ -379,23 +382,6 @@ pub(super) unsafe fn warp_total(mut v: u64) -> u64 {
     while mask > 0 {
         v += warp::shuffle_xor(v, mask);
         mask /= 2;
-    }
-    v
-}
-
-/// The sum of `v` over the lanes up to and including this one.
-///
-/// # Safety
-/// All lanes of the warp call it.
-#[device]
-pub(super) unsafe fn running_total(mut v: u64) -> u64 {
-    let mut delta = 1;
-    while delta < 32 {
-        let before = warp::shuffle_up(v, delta);
-        if thread::lane_id() >= delta {
-            v += before;
-        }
-        delta *= 2;
     }
     v
 }

@@ -220,11 +220,7 @@ impl Candidates {
                 best = best.max((self.worth[S].to_bits() & !127) | (127 - 32 * S as u32 - lane));
             }
         });
-        let mut mask = 16;
-        while mask > 0 {
-            best = best.max(warp::shuffle_xor(best, mask));
-            mask /= 2;
-        }
+        best = warp::max(best);
         if best == 0 {
             return None;
         }

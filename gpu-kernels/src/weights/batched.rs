@@ -39,8 +39,8 @@ pub(crate) trait BatchedFormat: FragmentFormat {
     /// How they are multiplied.
     type MainLoop: MainLoop<Self>;
 
-    /// Whether a stage, a slice of [`TOGETHER`](crate::stream::TOGETHER) N-tiles, is a box of [`BatchedStep::boxes`];
-    /// otherwise it is one contiguous piece of memory.
+    /// Whether a stage, a slice of [`GROUP_N_TILES`](crate::stream::GROUP_N_TILES) N-tiles, is a box of
+    /// [`BatchedStep::boxes`]; otherwise it is one contiguous piece of memory.
     const BY_BOXES: bool = true;
 
     /// Bytes of a stage.
@@ -109,8 +109,8 @@ impl StageSources {
     /// The stages of 8 N-tiles from `n_tile` on, of a matrix in this stream.
     ///
     /// # Safety
-    /// The stream has the wave, and the wave the N-tile, which is a multiple of [`TOGETHER`](crate::stream::TOGETHER);
-    /// or nothing is read there.
+    /// The stream has the wave, and the wave the N-tile, which is a multiple of
+    /// [`GROUP_N_TILES`](crate::stream::GROUP_N_TILES); or nothing is read there.
     #[device]
     pub unsafe fn new(stream: Global<bf16>, wave: &Wave, n_tile: u32) -> Self {
         let first = wave.slice(n_tile, 0);

@@ -55,7 +55,7 @@ use super::{FragmentFormat, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::K_PARTIALS;
 use crate::ring::Ring;
-use crate::stream::{TOGETHER, Wave};
+use crate::stream::{GROUP_N_TILES, Wave};
 
 /// Weights of a tile.
 pub const TILE_WEIGHTS: u32 = 2048;
@@ -94,16 +94,16 @@ impl Lossless {
         2 * PACKED_SLICE + list_bytes
     }
 
-    /// The byte at which an N-tile's tile of a split-K partial begins. `together` is the number of the chunk of 8
+    /// The byte at which an N-tile's tile of a split-K partial begins. `group` is the number of the chunk of 8
     /// N-tiles that has it.
     #[device]
-    const fn tile_at(together: u32, n_tile: u32, k_partial: u32, list_bytes: u32) -> u64 {
-        let chunk = (together * TOGETHER + n_tile % TOGETHER) as u64;
+    const fn tile_at(group: u32, n_tile: u32, k_partial: u32, list_bytes: u32) -> u64 {
+        let chunk = (group * GROUP_N_TILES + n_tile % GROUP_N_TILES) as u64;
         (chunk * K_PARTIALS as u64 + k_partial as u64) * Self::tile_bytes(list_bytes) as u64
     }
 
     /// The array as which the step of many sequences reads the `chunks` chunks of N-tiles at `address`. A box is a
-    /// slice of each of [`TOGETHER`] N-tiles, with the lists beside them.
+    /// slice of each of [`GROUP_N_TILES`] N-tiles, with the lists beside them.
     #[cfg(not(target_arch = "nvptx64"))]
     #[must_use]
     pub const fn stages(address: u64, chunks: u64, list_bytes: u32) -> tensor::Array {
@@ -113,7 +113,7 @@ impl Lossless {
             address,
             sizes: [tile / 8, K_PARTIALS as u64, chunks, 1],
             strides: [tile, chunk, chunk * chunks],
-            extent: [(PACKED_SLICE + list_bytes) / 8, 1, TOGETHER, 1],
+            extent: [(PACKED_SLICE + list_bytes) / 8, 1, GROUP_N_TILES, 1],
         }
     }
 
@@ -295,7 +295,7 @@ impl WeightFormat for Lossless {
             if thread::opaque(thread::lane_id()) == 0 {
                 let list_bytes = p.lossless.list_bytes;
                 let bytes = K_PARTIALS * Self::tile_bytes(list_bytes);
-                let from = p.lossless.tiles.at(Self::tile_at(wave.together(n_tile, q), n_tile, 0, list_bytes) as usize);
+                let from = p.lossless.tiles.at(Self::tile_at(wave.group(n_tile, q), n_tile, 0, list_bytes) as usize);
                 ring.full().arrive_expect_tx(bytes);
                 bulk::copy_to_shared_once(ring.stage_buffer(), from, bytes, ring.full());
             }

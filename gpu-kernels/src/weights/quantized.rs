@@ -56,7 +56,7 @@ use super::{FragmentFormat, WeightFormat, WeightFragments};
 use crate::decode::{DecodeStep, OfFragments};
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::ring::Ring;
-use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, TOGETHER, Wave};
+use crate::stream::{CHUNK_BYTES, CHUNK_FEATURES, GROUP_N_TILES, Wave};
 
 /// Inputs that share a scale.
 pub const GROUP: u32 = 128;
@@ -335,10 +335,10 @@ const fn slice_at<C: Code>(slice: u32) -> [u32; 2] {
     [group + slice % 2 * second_at::<C>(), group + C::SLICE_BYTES]
 }
 
-/// The byte at which an N-tile's chunk begins. `together` is the number of the chunk of 8 N-tiles that has it.
+/// The byte at which an N-tile's chunk begins. `group` is the number of the chunk of 8 N-tiles that has it.
 #[device]
-const fn chunk_at<C: Code>(together: u32, n_tile: u32) -> u64 {
-    (together * TOGETHER + n_tile % TOGETHER) as u64 * C::BYTES as u64
+const fn chunk_at<C: Code>(group: u32, n_tile: u32) -> u64 {
+    (group * GROUP_N_TILES + n_tile % GROUP_N_TILES) as u64 * C::BYTES as u64
 }
 
 /// The words of fragment `f`, from a lane's `codes` of a slice.
@@ -386,7 +386,7 @@ unsafe fn load_slice<C: Code>(codes: Shared<u8>, scales: Shared<u8>, lane: u32) 
 }
 
 /// The array as which the step of many sequences reads the `chunks` chunks of N-tiles at `address`. A box is a slice of
-/// each of [`TOGETHER`] N-tiles, with the scales beside them.
+/// each of [`GROUP_N_TILES`] N-tiles, with the scales beside them.
 #[cfg(not(target_arch = "nvptx64"))]
 #[must_use]
 pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
@@ -395,7 +395,7 @@ pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
         address,
         sizes: [group / 8, GROUPS as u64, chunks, 1],
         strides: [group, C::BYTES as u64, C::BYTES as u64 * chunks],
-        extent: [second as u32 / 8, 1, TOGETHER, 1],
+        extent: [second as u32 / 8, 1, GROUP_N_TILES, 1],
     }
 }
 
@@ -419,7 +419,7 @@ impl<C: Code, const DEEP: bool> WeightFormat for Quantized<C, DEEP> {
                 ring.full().arrive_expect_tx(chunks * C::BYTES);
                 let mut i = 0;
                 while i < chunks {
-                    let from = p.codes.at(chunk_at::<C>(wave.together(n_tile, q + i), n_tile) as usize);
+                    let from = p.codes.at(chunk_at::<C>(wave.group(n_tile, q + i), n_tile) as usize);
                     let to = ring.stage_buffer().at((i * C::BYTES) as usize);
                     bulk::copy_to_shared_once(to, from, C::BYTES, ring.full());
                     i += 1;

@@ -142,7 +142,7 @@ impl Case {
         let map = Buffer::from_slice(&[TensorMap::emulated(&matrix)]);
         let row_tiles = (self.rows as u32).div_ceil(tile_rows);
         let partials = Buffer::<f32>::new_poisoned(BatchedStep::partial_len(tile_rows, grid));
-        let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, 0)]);
+        let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, 0, 0)]);
         let phase = Phase {
             n_tiles,
             n: self.n as u32,

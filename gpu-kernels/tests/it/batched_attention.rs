@@ -250,7 +250,8 @@ impl SetUp {
         let phases = [0, 1].map(layer);
         let phases = Buffer::from_slice(Phase::words(&phases));
         let (memory, tiles) = (self.memory(self.row_list.len()), Buffer::from_slice(&self.tiles.concat()));
-        let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, q_heads as u32)]);
+        let rows = self.row_list.len() as u32;
+        let arrivals = Buffer::from_slice(&vec![0; BatchedStep::arrivals_len(grid, rows, q_heads as u32)]);
         let items = BatchedStep::items_len(self.tiles.len(), kv_heads, self.splits as usize);
         let items = Buffer::<u32>::new_poisoned(items);
         launch(BatchedStep {

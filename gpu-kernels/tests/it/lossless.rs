@@ -4,14 +4,14 @@ use crate::common::{Random, run};
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::linear::K_PARTIALS;
-use gpu_kernels::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, TOGETHER};
+use gpu_kernels::stream::{CHUNK_BYTES, GROUP_N_TILES, SLICE_BYTES, SLICES_APART};
 use gpu_kernels::weights::lossless::{Lossless, PACKED_SLICE, Pack, TILE_WEIGHTS, Unpack};
 use gpu_kernels::weights::lossless::{count_escapes, pack_weights, unpack_weights};
 use proptest::prelude::*;
 
 /// Chunks of 8 N-tiles in a stream.
 const CHUNKS: usize = 2;
-const CHUNK_ELEMENTS: usize = (TOGETHER * CHUNK_BYTES / 2) as usize;
+const CHUNK_ELEMENTS: usize = (GROUP_N_TILES * CHUNK_BYTES / 2) as usize;
 
 /// A packed stream.
 struct Packed {
@@ -40,7 +40,7 @@ fn launch(stream: &[u16], list_bytes: u32, more_room: usize, seed: u64) -> Launc
     let memory = Buffer::from_slice(&elements);
     let launched = Launched {
         counts: Buffer::from_slice(&[0; 4]),
-        tiles: Buffer::zeroed(CHUNKS * (TOGETHER * K_PARTIALS * Lossless::tile_bytes(list_bytes)) as usize),
+        tiles: Buffer::zeroed(CHUNKS * (GROUP_N_TILES * K_PARTIALS * Lossless::tile_bytes(list_bytes)) as usize),
         more: Buffer::new_poisoned(more_room),
         notes: Buffer::from_slice(&[0; 2]),
         scales: Buffer::new_poisoned(1),
@@ -85,7 +85,7 @@ fn pack(stream: &[u16], list_bytes: u32, seed: u64) -> Option<Packed> {
     let weights = Lossless { tiles: tiles.ptr(), more: more.ptr(), scales: scales.ptr(), list_bytes };
     let again = Buffer::<bf16>::new_poisoned(stream.len());
     let unpack = Unpack { weights, stream: again.ptr_mut(), first: 0, matrix: 0, bounds: [CHUNKS as u32; 3] };
-    run::<unpack_weights>(GRID, TOGETHER * Lossless::tile_bytes(list_bytes), seed + 2, unpack);
+    run::<unpack_weights>(GRID, GROUP_N_TILES * Lossless::tile_bytes(list_bytes), seed + 2, unpack);
     let again: Vec<u16> = again.to_vec().into_iter().map(|weight| weight.to_bits()).collect();
     assert!(again == stream, "unpacked, lists of {list_bytes}");
     Some(packed)
@@ -101,7 +101,7 @@ fn halved(bits: u16) -> u16 {
 fn unpack(packed: &Packed) -> Vec<u16> {
     let mut stream = vec![0; CHUNKS * CHUNK_ELEMENTS];
     let list_bytes = packed.list_bytes as usize;
-    let (slice_bytes, n_tiles) = (PACKED_SLICE as usize, TOGETHER as usize);
+    let (slice_bytes, n_tiles) = (PACKED_SLICE as usize, GROUP_N_TILES as usize);
     for (t, tile) in packed.tiles.chunks(Lossless::tile_bytes(packed.list_bytes) as usize).enumerate() {
         let (chunk, n_tile, chain) = (t / (4 * n_tiles), t / 4 % n_tiles, t % 4);
         let list = &tile[slice_bytes..][..list_bytes];

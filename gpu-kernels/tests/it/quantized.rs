@@ -6,7 +6,7 @@ use cuda_std::Global;
 use cuda_std::bf16;
 use cuda_std::emulator::Buffer;
 use gpu_kernels::linear::N_TILE;
-use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, LayOut, StreamMatrix, TOGETHER, Walk, Wave, lay_out};
+use gpu_kernels::stream::{CHUNK_BYTES, CHUNK_FEATURES, GROUP_N_TILES, LayOut, StreamMatrix, Walk, Wave, lay_out};
 use gpu_kernels::weights::quantized::{
     Code, Dequantize, Fp8, GROUP, GROUPS, Int4, Quantize, Scale, dequantize_fp8, dequantize_int4, dequantize_int4_f16,
     quantize_fp8, quantize_int4, quantize_int4_f16,
@@ -106,7 +106,7 @@ fn code_at<C: Code>(codes: &[u8], waves: &[(u32, Wave)], row: usize, k: usize) -
     let (tile, q) = (row / 16, k / 512);
     let (first, wave) = waves.iter().rev().find(|(first, _)| *first as usize <= tile).unwrap();
     let place = tile - *first as usize;
-    let chunk = wave.together(place as u32, q as u32) as usize;
+    let chunk = wave.group(place as u32, q as u32) as usize;
     let (slice, within) = (k % 512 / 64, k % 64);
     // `lay_out` gives a lane eight inputs in a row of each half of a slice: a fragment is four of them.
     let (half, t, pair) = (within / 32, within / 8 % 4, within % 8);
@@ -193,7 +193,7 @@ fn found<C: Code>(spoil: bool) -> (Vec<u32>, Vec<u32>, u32) {
         Quantize { from: lay.to, scales: words.ptr(), codes: codes.ptr_mut(), strange: strange.ptr_mut(), base: 0 };
     let back = Buffer::<bf16>::new_poisoned(walk.chunks as usize * CHUNK_BYTES as usize / 2);
     let again = Dequantize { codes: codes.ptr(), stream: back.ptr_mut() };
-    let chunks = [GROUPS, (walk.chunks / u64::from(TOGETHER)) as u32, 1];
+    let chunks = [GROUPS, (walk.chunks / u64::from(GROUP_N_TILES)) as u32, 1];
     match (C::BITS, C::PARTS) {
         (4, 1) => {
             run::<quantize_int4>(grid, 0, 2, params);

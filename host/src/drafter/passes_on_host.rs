@@ -74,7 +74,8 @@ impl WholeModel {
 
 impl Passes for WholeModel {
     fn lag(&mut self, history: &[u32]) -> usize {
-        let valid = common_prefix(&self.cached, history);
+        // At least the newest token runs, though it may be a draft that was foreseen and is there already.
+        let valid = common_prefix(&self.cached, history).min(history.len().saturating_sub(1));
         self.cache.truncate(valid);
         self.cached.truncate(valid);
         let lag = history.len() - valid;

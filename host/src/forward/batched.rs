@@ -178,9 +178,7 @@ impl Forward {
 
     /// How many [counters](BatchedStep::arrivals) a launch of `grid` CTAs needs for the rows of a pass.
     fn arrivals_len(&self, grid: u32) -> usize {
-        let q_heads = self.config.plan.attention.query_heads;
-        let beyond = self.room.rows.saturating_sub(MAX_BATCHED_ROWS as usize);
-        BatchedStep::arrivals_len(grid, q_heads as u32) + beyond * q_heads
+        BatchedStep::arrivals_len(grid, self.room.rows as u32, self.config.plan.attention.query_heads as u32)
     }
 
     /// The flags that tell these passes which pages are packed: `[pages]` words, 0 or 1. None if they were not

@@ -387,7 +387,7 @@ impl<T: Id> Case<T> {
                     together.map_or_else(|| T::mixed(&on, params), |on| T::mixed_together(on, params))
                 }
             };
-            if self.batch <= ngram::TOGETHER as usize {
+            if self.batch <= ngram::MOST_SEQUENCES as usize {
                 let on = Launch {
                     // Only a few lanes, since each has a stack.
                     threads: if self.batch < 3 { ngram::together::THREADS } else { 32 << ((seed + again) % 3) },
@@ -607,7 +607,7 @@ fn ends_outside_of_whole_units_are_searched() {
 
 #[test]
 fn batches_of_any_size_take_turns_with_one_workspace() {
-    let most = ngram::TOGETHER as usize;
+    let most = ngram::MOST_SEQUENCES as usize;
     let workspace = workspace(most);
     let sequence = |b: usize| Sequence {
         decoder: (b % 7 != 2) as i32,

@@ -193,7 +193,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
             // SAFETY: the caller's word.
             unsafe {
                 ready.weights = self.load(p, &tile.stage, 0);
-                self.release_loaded(&tile);
+                self.release_in_place(&tile);
             }
         }
         ready
@@ -205,7 +205,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     /// # Safety
     /// The N-tile was loaded last, and its stage is yet to be released.
     #[device]
-    unsafe fn release_loaded(&self, tile: &Tile) {
+    unsafe fn release_in_place(&self, tile: &Tile) {
         if F::IN_PLACE {
             // SAFETY: the caller's word.
             unsafe { release(tile.stage, self.lane < Self::ARRIVALS && tile.ends) }
@@ -282,7 +282,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 }
             });
             self.release_multiplied::<S>(&tile, acc);
-            self.release_loaded(&behind);
+            self.release_in_place(&behind);
             (ready.tile, ready.behind, ready.is_full) = (behind, next, is_full);
         }
     }

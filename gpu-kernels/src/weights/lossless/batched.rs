@@ -10,7 +10,7 @@ use cuda_std::thread;
 
 use super::{Lossless, PACKED_SLICE, Place};
 use crate::batched::{BatchedStep, InPairs};
-use crate::stream::TOGETHER;
+use crate::stream::GROUP_N_TILES;
 use crate::weights::batched::put_slice;
 use crate::weights::{BatchedFormat, LoadedFormat, PairedFormat, WeightFragments};
 
@@ -20,7 +20,7 @@ impl BatchedFormat for Lossless {
 
     #[device]
     fn stage_bytes(p: &BatchedStep) -> u32 {
-        TOGETHER * (PACKED_SLICE + p.lossless.list_bytes)
+        GROUP_N_TILES * (PACKED_SLICE + p.lossless.list_bytes)
     }
 
     /// Even stages have first slices and lists; odd ones have the same lists and second slices.

@@ -9,7 +9,7 @@ use cuda_std::{Global, GlobalMut, bf16, device, kernel, math, shared, thread, wa
 
 use super::{FURTHEST, HEADER_BYTES, LOW_BYTES, Lossless, MORE_BITS, PACKED_SLICE, Place, ZERO, code_words};
 use crate::linear::K_PARTIALS;
-use crate::stream::{CHUNK_BYTES, SLICE_BYTES, SLICES_APART, STEP_BYTES, TOGETHER, core_word};
+use crate::stream::{CHUNK_BYTES, GROUP_N_TILES, SLICE_BYTES, SLICES_APART, STEP_BYTES, core_word};
 
 /// A lane's part of a tile of the plain stream: `[fragment][register]`.
 #[derive(Clone, Copy)]
@@ -64,12 +64,12 @@ impl Tile {
     ///
     /// # Safety
     /// All lanes of the warp call it. The stream has the chunk of 8 N-tiles, and nobody writes it during the launch;
-    /// `k_partial` is below [`K_PARTIALS`], `n_tile` below [`TOGETHER`].
+    /// `k_partial` is below [`K_PARTIALS`], `n_tile` below [`GROUP_N_TILES`].
     #[device]
-    unsafe fn load(stream: Global<bf16>, together: u32, k_partial: u32, n_tile: u32, lane: u32) -> Self {
+    unsafe fn load(stream: Global<bf16>, group: u32, k_partial: u32, n_tile: u32, lane: u32) -> Self {
         // SAFETY: the caller's word.
         unsafe {
-            let from = stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
+            let from = stream.cast::<u8>().at(group as usize * (GROUP_N_TILES * CHUNK_BYTES) as usize);
             let mut tile = Self { words: [[0; 4]; 8], fits: true };
             unroll!(F < 8; {
                 let slice = k_partial + F as u32 / 4 * K_PARTIALS;
@@ -211,8 +211,8 @@ pub unsafe fn count_escapes(p: Pack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let lane = thread::lane_id();
-        let together = p.first + thread::block_idx_y();
-        let mut tile = Tile::load(p.stream, together, thread::block_idx_x(), thread::warp_id(), lane);
+        let group = p.first + thread::block_idx_y();
+        let mut tile = Tile::load(p.stream, group, thread::block_idx_x(), thread::warp_id(), lane);
         let mut doubled = 0;
         loop {
             let escapes = tile.escapes(&tile.windows());
@@ -235,12 +235,12 @@ pub unsafe fn pack_weights(p: Pack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
-        let together = p.first + thread::block_idx_y();
+        let group = p.first + thread::block_idx_y();
         let doubles = p.doubles();
-        if [n_tile, lane, together, k_partial] == [0; 4] {
+        if [n_tile, lane, group, k_partial] == [0; 4] {
             p.scale.store(0, if doubles { 0.5 } else { 1.0 });
         }
-        let tile = Tile::load(p.stream, together, k_partial, n_tile, lane);
+        let tile = Tile::load(p.stream, group, k_partial, n_tile, lane);
         let tile = if doubles { tile.doubled() } else { tile };
         let windows = tile.windows();
         if tile.escapes(&windows) == MOST_ESCAPES {
@@ -251,7 +251,7 @@ pub unsafe fn pack_weights(p: Pack) {
         }
         let count = windows[0].escapes + windows[1].escapes;
         let top = windows[0].top.max(windows[1].top);
-        let place = p.tiles.at(Lossless::tile_at(together, n_tile, k_partial, p.list_bytes) as usize);
+        let place = p.tiles.at(Lossless::tile_at(group, n_tile, k_partial, p.list_bytes) as usize);
         let list = place.at(PACKED_SLICE as usize).cast::<u16>();
         let room = Lossless::room(p.list_bytes);
         let mut more = 0;
@@ -334,14 +334,14 @@ pub unsafe fn unpack_weights(p: Unpack) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, n_tile, k_partial) = (thread::lane_id(), thread::warp_id(), thread::block_idx_x());
-        let together = thread::block_idx_y();
+        let group = thread::block_idx_y();
         let list_bytes = p.weights.list_bytes;
         let mut matrix = p.matrix;
         unroll!(I < 3; {
-            matrix += u32::from(together >= p.bounds[I]);
+            matrix += u32::from(group >= p.bounds[I]);
         });
         let doubled = p.weights.scales.load_nc(matrix as usize) != 1.0;
-        let from = Lossless::tile_at(p.first + together, n_tile, k_partial, list_bytes);
+        let from = Lossless::tile_at(p.first + group, n_tile, k_partial, list_bytes);
         let from = p.weights.tiles.at(from as usize);
         let bytes = Lossless::tile_bytes(list_bytes);
         let own = n_tile * bytes;
@@ -354,7 +354,7 @@ pub unsafe fn unpack_weights(p: Unpack) {
         let slices = [0, PACKED_SLICE + list_bytes].map(|slice| shared::dynamic(own + slice));
         let place = Place { slices, which: 0, list: shared::dynamic(own + PACKED_SLICE) };
         let weights: [[[u32; 4]; 4]; 2] = place.unpack(&p.weights, lane, |_| {});
-        let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
+        let to = p.stream.cast::<u8>().at(group as usize * (GROUP_N_TILES * CHUNK_BYTES) as usize);
         unroll!(S < 2; {
             let slice = k_partial + S as u32 * K_PARTIALS;
             let to = to.at((slice * SLICES_APART + n_tile * SLICE_BYTES) as usize).cast::<u32>();

@@ -10,7 +10,7 @@ use cuda_std::thread;
 use super::{Code, Quantized, SCALE_BYTES, Scale, both_factors, load_slice, second_at, words};
 use crate::batched::{BatchedStep, OfCodes};
 use crate::linear::K_PARTIALS;
-use crate::stream::TOGETHER;
+use crate::stream::GROUP_N_TILES;
 use crate::weights::batched::put_slice;
 use crate::weights::{BatchedFormat, CodedFormat};
 
@@ -20,7 +20,7 @@ impl<C: Code> BatchedFormat for Quantized<C> {
 
     #[device]
     fn stage_bytes(_: &BatchedStep) -> u32 {
-        TOGETHER * second_at::<C>()
+        GROUP_N_TILES * second_at::<C>()
     }
 
     #[device]

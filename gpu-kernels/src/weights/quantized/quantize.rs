@@ -14,7 +14,7 @@ use super::{
 };
 use crate::linear::{K_PARTIALS, N_TILE, SLICE};
 use crate::stream::{
-    CHUNK_BYTES, CHUNK_FEATURES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamMatrix, TOGETHER, core_word,
+    CHUNK_BYTES, CHUNK_FEATURES, GROUP_N_TILES, SLICE_BYTES, SLICES, SLICES_APART, STEP_BYTES, StreamMatrix, core_word,
 };
 
 /// Parameters of [`quantize_int4`], [`quantize_int4_f16`] and [`quantize_fp8`]. Grid: (N-tiles, chunks of the inputs).
@@ -48,7 +48,7 @@ unsafe fn quantize<C: Code>(p: &Quantize) {
         let from = p.from.stream.cast::<u8>().at(own as usize);
         let depth = p.from.k.div_ceil(CHUNK_FEATURES);
         let (wave, place) = StreamMatrix { base: p.base, ..p.from }.wave(n_tile);
-        let to = p.codes.at(chunk_at::<C>(wave.together(place, q), place) as usize);
+        let to = p.codes.at(chunk_at::<C>(wave.group(place, q), place) as usize);
         let scales = p.scales.at(((n_tile * depth + q) * GROUPS * N_TILE) as usize);
         let mut strange = false;
         unroll!(S < 2; {
@@ -133,8 +133,8 @@ unsafe fn dequantize<C: Code>(p: &Dequantize) {
     // SAFETY: the launcher's word: memory is as the parameter block says.
     unsafe {
         let (lane, n_tile) = (thread::lane_id(), thread::warp_id());
-        let (group, together) = (thread::block_idx_x(), thread::block_idx_y());
-        let from = p.codes.at((chunk_at::<C>(together, n_tile) + u64::from(group * C::GROUP_BYTES)) as usize);
+        let (scales_of, group) = (thread::block_idx_x(), thread::block_idx_y());
+        let from = p.codes.at((chunk_at::<C>(group, n_tile) + u64::from(scales_of * C::GROUP_BYTES)) as usize);
         let scales = from.at(C::SLICE_BYTES as usize).cast::<u32>();
         let scales = [0, 8].map(|half| Scale(scales.load_nc((lane / 4 + half) as usize)));
         let mut codes = [[[0; 4]; 2]; 2];
@@ -147,9 +147,9 @@ unsafe fn dequantize<C: Code>(p: &Dequantize) {
             });
         });
         let factors = both_factors::<C>(scales);
-        let to = p.stream.cast::<u8>().at(together as usize * (TOGETHER * CHUNK_BYTES) as usize);
+        let to = p.stream.cast::<u8>().at(group as usize * (GROUP_N_TILES * CHUNK_BYTES) as usize);
         unroll!(S < 2; {
-            let slice = (2 * group + S as u32) * SLICES_APART + n_tile * SLICE_BYTES;
+            let slice = (2 * scales_of + S as u32) * SLICES_APART + n_tile * SLICE_BYTES;
             let to = to.at(slice as usize).cast::<u32>();
             unroll!(F < 4; {
                 let weights = C::decode_whole(words::<C>(&codes[S], F), &factors);
