@@ -76,6 +76,24 @@ impl KvCache {
         &self.elements
     }
 
+    /// Fills these pages with zeros in all layers, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If there is no such page: a bug of the caller.
+    pub fn clear(&mut self, pages: impl IntoIterator<Item = u32>) -> Result<(), Error> {
+        let page_len = self.layer_len() / self.pages.max(1);
+        let zeros = vec![bf16::ZERO; page_len];
+        for page in pages {
+            for layer in 0..self.layers {
+                self.elements.write((layer * self.pages + page as usize) * page_len, &zeros)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Fills the cache with repetitions of `pattern`, for measurements.
     ///
     /// # Errors

@@ -143,7 +143,7 @@ impl Cpu {
         let Some(draft) = self.draft else { return self.run(cached, &[]) };
         let settings = draft.match_settings();
         let form = self.form.as_mut();
-        let DraftTokens { tokens: proposed, forced } = DraftTokens::of(&settings, &self.history, self.max_length, form);
+        let DraftTokens { tokens: proposed, forced } = DraftTokens::of(draft, &self.history, self.max_length, form);
         let acceptance = if forced { drafting::ONE } else { self.acceptance };
         let drafts = drafting::worthwhile(acceptance, settings.cost(DRAFT_COST), 0, proposed.len() as u32);
         let step = self.run(cached, &proposed[..drafts as usize])?;

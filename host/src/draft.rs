@@ -327,13 +327,16 @@ pub(crate) struct DraftTokens {
 }
 
 impl DraftTokens {
-    /// The tokens that the form forces after `history`. If it forces none, the tokens that `draft` finds, up to the
-    /// first that the form does not allow.
-    pub fn of(draft: &NgramDraft, history: &[u32], max_length: usize, form: Option<&mut Matcher>) -> Self {
-        let from_text = || draft.propose(bytemuck::cast_slice(history), max_length);
+    /// The tokens that the form forces after `history`. If it forces none, the tokens that the n-gram match of `draft`
+    /// finds, up to the first that the form does not allow; none where `draft` has no match.
+    pub fn of(draft: Draft, history: &[u32], max_length: usize, form: Option<&mut Matcher>) -> Self {
+        let from_text = || {
+            let history = bytemuck::cast_slice(history);
+            if draft.matches_ngrams() { draft.match_settings().propose(history, max_length) } else { Vec::new() }
+        };
         let Some(matcher) = form else { return Self { tokens: from_text(), forced: false } };
         // The last token that fits is always chosen by the model, so it is never a draft.
-        let most = max_length.saturating_sub(history.len() + 1).min(draft.tokens as usize);
+        let most = max_length.saturating_sub(history.len() + 1).min(draft.tokens() as usize);
         let forced = matcher.forced(most);
         if !forced.is_empty() {
             return Self { tokens: forced, forced: true };

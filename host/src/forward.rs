@@ -347,6 +347,25 @@ impl Forward {
         Ok(words.chunks(len).map(|block| block[1..=block[0] as usize].iter().filter_map(point).collect()).collect())
     }
 
+    /// Fills the whole cache with zeros, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn clear_cache(&mut self) -> Result<(), Error> {
+        self.cache.clear(0..self.cache.pages() as u32)
+    }
+
+    /// Fills these pages of the cache with zeros, after everything enqueued so far.
+    ///
+    /// # Errors
+    /// A driver error.
+    ///
+    /// # Panics
+    /// If there is no such page: a bug of the caller.
+    pub fn clear_pages(&mut self, pages: &[u32]) -> Result<(), Error> {
+        self.cache.clear(pages.iter().copied())
+    }
+
     /// Fills the cache with repetitions of `pattern`, for measurements. No page counts as packed afterwards.
     ///
     /// # Errors

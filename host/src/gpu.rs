@@ -470,8 +470,9 @@ impl Gpu {
         let count = word(Report::COUNT) as usize;
         let tokens: Vec<u32> = (0..count).map(|i| word(Report::TOKENS + i)).collect();
         if tokens.contains(&NO_TOKEN) {
-            // No other sequence may reuse this one's cache.
+            // No other sequence may reuse this one's cache, nor meet its numbers behind its own end.
             self.cached.clear();
+            self.forward.clear_cache()?;
             // The position of the newest token, after which none could be chosen.
             let position = self.run.length + tokens.len() - 2;
             return Err(Error::NotFinite { what: Place::Logits.to_string(), position });

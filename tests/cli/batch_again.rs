@@ -100,6 +100,11 @@ fn results_that_are_out_of_order_are_not_gone_on_behind_in_order() {
         let run = folder.batch("some.jsonl", &["--ordered"]).assert().code(1);
         run.stderr(predicate::str::contains("not in the order of the requests"));
         assert_eq!(folder.read("some.jsonl"), left);
+        // Requests from a pipe cannot be looked through before.
+        let mut piped = warpdraft(&["batch", "-", "-o", "some.jsonl", "--quiet", "--ordered"]);
+        let run = piped.current_dir(folder.path("")).write_stdin(short(4)).assert().code(1);
+        run.stderr(predicate::str::contains("not in the order of the requests"));
+        assert_eq!(folder.read("some.jsonl"), left);
         folder.batch("some.jsonl", &[]).assert().success();
         assert_eq!(folder.results("some.jsonl").len(), 4);
     }

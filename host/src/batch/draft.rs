@@ -75,9 +75,9 @@ impl Drafters {
         Self { settings, model: None, are_worthwhile: false }
     }
 
-    /// The settings of the n-gram match.
-    pub fn match_settings(&self) -> Option<NgramDraft> {
-        self.settings.map(|draft| draft.match_settings())
+    /// The settings of the drafts; none if there are none.
+    pub const fn settings(&self) -> Option<Draft> {
+        self.settings
     }
 
     /// Forgets the sequences in the slots that `plan` frees or gives to others.
@@ -99,9 +99,11 @@ impl Drafters {
         self.are_worthwhile = false;
         let Some(settings) = self.settings else { return };
         let draft = settings.match_settings();
-        if settings.matches_ngrams() {
-            sequences.par_iter_mut().for_each(|(_, running)| running.look(&draft));
-        }
+        let may_find = |running: &Running| settings.matches_ngrams() || running.form.is_some();
+        sequences
+            .par_iter_mut()
+            .filter(|(_, running)| may_find(running))
+            .for_each(|(_, running)| running.look(settings));
         let rows = (sequences.len() + others) as u32;
         let is_worthwhile = |running: &Running| {
             let acceptance = if running.guess.forced { drafting::ONE } else { running.acceptance };
@@ -153,8 +155,8 @@ impl Drafters {
         let chains = match (&mut self.model, settings) {
             (Some(model), Draft::Model(settings)) => {
                 let wanted = plan.work.iter().zip(&sequences).map(|(work, sequence)| match sequence {
-                    // Tokens that the form forces need no model.
-                    Drafting::Here(running) if !running.guess.forced => {
+                    // A model knows nothing of forms.
+                    Drafting::Here(running) if running.form.is_none() => {
                         Some(Wanted::of(work.slot, running, most(work)))
                     }
                     _ => None,
@@ -226,7 +228,7 @@ mod tests {
     use gpu_kernels::drafting::Cost;
     use gpu_kernels::ngram::reference;
 
-    use super::{DraftBudget, DraftTokens, Drafters, Drafting, NgramDraft, Plan, Running, Work};
+    use super::{Draft, DraftBudget, DraftTokens, Drafters, Drafting, NgramDraft, Plan, Running, Work};
 
     #[test]
     fn a_row_that_ends_a_prompt_is_owed_its_place_in_the_budget() {
@@ -234,7 +236,7 @@ mod tests {
         let work = |slot| Work { slot, start: 19, rows: 1, samples: true, most_drafts: 7 };
         let plan = Plan { work: (0..3).map(work).collect(), draft_threshold: 7, ..Plan::default() };
         let draft = NgramDraft { tokens: 7, max: 3, min: 1, adaptive: false };
-        running.look(&NgramDraft { tokens: 9, ..draft });
+        running.look(Draft::Ngram(NgramDraft { tokens: 9, ..draft }));
         for may_draft in [vec![0], vec![1], vec![2], vec![0, 2], vec![0, 1, 2]] {
             let made = running.guess.clone();
             for elsewhere in [vec![], vec![1], vec![0, 1, 2]] {

@@ -315,6 +315,9 @@ impl BatchBackend for GpuBatch {
         assert!(self.under_way.len() < 2, "two steps are under way");
         checked::check_plan(plan, starts, &self.limits, self.vocab());
         self.take_up(plan, starts);
+        if !plan.cleared.is_empty() {
+            self.forward.clear_pages(&plan.cleared)?;
+        }
         let only_forms = plan.work.iter().all(|work| self.slots[work.slot as usize].form.is_some());
         let drafting = |work: &Work| {
             let running = &self.slots[work.slot as usize];
@@ -439,7 +442,7 @@ impl BatchBackend for GpuBatch {
                 // Before other threads look for proposals, as they lock the form meanwhile.
                 lost = running.lost();
                 self.mask_jobs.forget(work.slot);
-                if let Some(draft) = self.drafters.match_settings().filter(|_| step.drafts_fit) {
+                if let Some(draft) = self.drafters.settings().filter(|_| step.drafts_fit) {
                     self.proposals.begin(work.slot, running, draft);
                 }
                 tokens

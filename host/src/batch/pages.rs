@@ -215,17 +215,23 @@ impl Pages {
 
     /// Removes a page from the index. Keeps its content in the host tier, if that is worth it.
     fn forget(&mut self, page: Page) {
-        if let Some(Indexed { key, content, shared }) = self.entries[page as usize].indexed.take() {
-            if shared && self.keeps {
-                self.saves.extend(self.tier.keep(&key, content).map(|to| SwapOut { from: page, to }));
-            }
-            let before = key.0;
-            self.index.remove(&key);
-            if let Some(pages) = self.next.get_mut(&before) {
-                pages.retain(|p| *p != page);
-                if pages.is_empty() {
-                    self.next.remove(&before);
-                }
+        if let Some(Indexed { key, content, shared }) = &self.entries[page as usize].indexed
+            && *shared
+            && self.keeps
+        {
+            self.saves.extend(self.tier.keep(key, *content).map(|to| SwapOut { from: page, to }));
+        }
+        self.discard(page);
+    }
+
+    /// Removes a page from the index, if it is there. Its content is of no use to anyone.
+    pub fn discard(&mut self, page: Page) {
+        let Some(Indexed { key, .. }) = self.entries[page as usize].indexed.take() else { return };
+        self.index.remove(&key);
+        if let Some(pages) = self.next.get_mut(&key.0) {
+            pages.retain(|p| *p != page);
+            if pages.is_empty() {
+                self.next.remove(&key.0);
             }
         }
     }

@@ -19,6 +19,9 @@ pub type SequenceId = u64;
 pub struct Plan {
     /// Slots whose sequences have finished or were preempted.
     pub freed: Vec<Slot>,
+    /// Pages to fill with zeros, since a sequence left numbers there that are not finite. Kernels multiply what lies
+    /// behind a sequence's end by zero, and that would make NaN of them.
+    pub cleared: Vec<Page>,
     /// Pages to save in the host tier.
     pub swap_out: Vec<SwapOut>,
     /// Pages to copy on the device, for sequences that continue from a shared page and will change it.
@@ -39,8 +42,9 @@ pub struct Plan {
 impl Plan {
     /// Whether the step does nothing but generate one token for each sequence that it has rows of.
     pub fn only_generates(&self) -> bool {
-        let moves = self.swap_out.len() + self.copies.len() + self.swap_in.len() + self.started.len();
-        moves == 0 && self.work.iter().all(|work| work.rows == 1 && work.samples && work.most_drafts == 0)
+        let moves = self.cleared.len() + self.swap_out.len() + self.copies.len() + self.swap_in.len();
+        moves + self.started.len() == 0
+            && self.work.iter().all(|work| work.rows == 1 && work.samples && work.most_drafts == 0)
     }
 }
 

@@ -344,13 +344,14 @@ impl Batch {
     /// # Errors
     /// A device error. The batch cannot go on.
     pub fn step(&mut self) -> Result<Vec<Done>, Error> {
-        let mut done = std::mem::take(&mut self.empty);
         if self.jobs.is_empty() {
-            return Ok(done);
+            return Ok(std::mem::take(&mut self.empty));
         }
         let begun = Instant::now();
         let end_tokens = self.checkpoint.generation.eos_token_ids.as_slice();
         let outcomes = self.steps.step(&mut *self.backend, &mut Jobs { active: &self.jobs, end_tokens })?;
+        // Behind what may fail, so that none of them is lost.
+        let mut done = std::mem::take(&mut self.empty);
         for (id, outcome) in outcomes {
             // None if the sequence has ended in the step before.
             let Some(active) = self.jobs.get_mut(&id) else { continue };
@@ -368,7 +369,11 @@ impl Batch {
                     None => continue,
                 },
             };
-            self.steps.finish(id);
+            if matches!(end, Err(Error::NotFinite { .. })) {
+                self.steps.fail(id);
+            } else {
+                self.steps.finish(id);
+            }
             let Some(active) = self.jobs.remove(&id) else { continue };
             self.metrics.prompt_tokens += active.job.request.prompt.len() as u64;
             done.push(active.done(end));

@@ -8,7 +8,7 @@ use model::{Matcher, Sampling};
 
 use super::backend::Start;
 use super::draft::Drafts;
-use crate::draft::{DraftTokens, NgramDraft, confirm, learned};
+use crate::draft::{Draft, DraftTokens, confirm, learned};
 
 /// A running sequence.
 #[derive(Clone, Default)]
@@ -83,7 +83,7 @@ impl Running {
     }
 
     /// Finds what may follow the newest token, without a model: what the form forces, or an n-gram match.
-    pub fn look(&mut self, draft: &NgramDraft) {
+    pub fn look(&mut self, draft: Draft) {
         let guess = DraftTokens::of(draft, &self.history, self.max_length, self.matcher().as_deref_mut());
         self.guess = guess;
     }

@@ -97,6 +97,8 @@ pub struct Scheduler {
     arrivals: SequenceId,
     /// Slots that were given up since the last plan. The next plan begins with them.
     freed: Vec<Slot>,
+    /// Pages to [clear](Plan::cleared) with the next plan.
+    cleared: Vec<Page>,
     /// Tables that changed since the last plan.
     tables: Vec<TableEntry>,
     /// The work of the last plan, with its sequences.
@@ -113,6 +115,10 @@ pub struct Scheduler {
     left_out: SequenceId,
     /// Tokens that sequences have missed, since prompts last went on, by waiting for others.
     missed: usize,
+    /// Whether the last plan had sequences that generate wait for prompts (`better_after`), and whether a sequence
+    /// has ended since.
+    waited: bool,
+    has_ended: bool,
     counts: Counts,
 }
 
@@ -134,6 +140,7 @@ impl Scheduler {
             running: BTreeMap::new(),
             arrivals: 0,
             freed: Vec::new(),
+            cleared: Vec::new(),
             tables: Vec::new(),
             work: Vec::new(),
             foreseen: None,
@@ -142,6 +149,8 @@ impl Scheduler {
             pace: Pace::new(limits.tiles),
             left_out: 0,
             missed: 0,
+            waited: false,
+            has_ended: false,
             counts: Counts::default(),
         };
         scheduler.set_costs(costs);
@@ -242,6 +251,7 @@ impl Scheduler {
     pub fn plan(&mut self) -> Plan {
         let mut plan = Plan {
             freed: std::mem::take(&mut self.freed),
+            cleared: std::mem::take(&mut self.cleared),
             tables: std::mem::take(&mut self.tables),
             ..Plan::default()
         };
@@ -249,6 +259,7 @@ impl Scheduler {
         let prompt_rows_left = if prompt_rows > 0 { prompt_rows } else { rows };
         let mut step = Step { rows_left: rows, prompt_rows_left, ..Step::default() };
         let after = self.better_after();
+        (self.waited, self.has_ended) = (after, false);
         let missed = if after {
             // Two passes are enough for one.
             None
@@ -519,9 +530,20 @@ impl Scheduler {
         }
     }
 
+    /// Ends a sequence that has left numbers in its pages which are not finite. Pages that it shares are left alone:
+    /// whoever else has them fails as well, or has only what came before.
+    pub fn fail(&mut self, id: SequenceId) {
+        let pages = self.running.get(&id).map_or(&[][..], |placed| &placed.pages);
+        let own: Vec<Page> = pages.iter().rev().copied().filter(|page| self.pages.users(*page) == 1).collect();
+        own.iter().for_each(|page| self.pages.discard(*page));
+        self.cleared.extend(own);
+        self.finish(id);
+    }
+
     /// Ends a sequence, because it is complete or no longer wanted.
     pub fn finish(&mut self, id: SequenceId) {
         if let Some(Placed { slot, pages, .. }) = self.running.remove(&id) {
+            self.has_ended = true;
             self.tables.retain(|entry| entry.slot != slot);
             self.freed.push(slot);
             self.give_up(slot, &pages);

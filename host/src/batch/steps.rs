@@ -56,6 +56,11 @@ impl Steps {
         self.scheduler.add(prompt, max_length)
     }
 
+    /// Ends a sequence that has failed, as [`Scheduler::fail`].
+    pub fn fail(&mut self, id: SequenceId) {
+        self.scheduler.fail(id);
+    }
+
     /// Ends a sequence, as [`Scheduler::finish`]. Must be called for each sequence that a step has brought to its end.
     pub fn finish(&mut self, id: SequenceId) {
         self.scheduler.finish(id);

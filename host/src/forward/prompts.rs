@@ -79,7 +79,10 @@ impl Forward {
     ) -> Result<(), Error> {
         let (tables, table_stride) = (self.page_table.ptr(), self.table_stride());
         let Self { device, config, weights, cache, cos, sin, prefill, .. } = self;
-        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states: None };
+        let states = self.wanted_states();
+        // A head that reads the last layer's hidden states needs those of all rows.
+        let results = if self.wants_last_layer() { Results { row: 0, tile: 0 } } else { results };
+        let parts = PrefillInputs { device, config, weights, cache, tables, table_stride, cos, sin, states };
         // SAFETY: every part is of self; the caller's word for the lists.
         unsafe { prefill.as_ref().expect("prepared").enqueue_rows(&parts, rows, count, tiles, results) }
     }

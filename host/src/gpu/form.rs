@@ -94,8 +94,7 @@ impl Gpu {
     /// Proposes drafts for the next step. Returns how many are worth running.
     fn propose(&mut self) -> Result<usize, Error> {
         let Some((form, draft)) = self.run.form.as_mut().zip(self.run.draft) else { return Ok(0) };
-        let proposal =
-            DraftTokens::of(&draft.match_settings(), &form.history, self.run.max_length, Some(&mut form.matcher));
+        let proposal = DraftTokens::of(draft, &form.history, self.run.max_length, Some(&mut form.matcher));
         (form.proposed, form.forced) = (proposal.tokens, proposal.forced);
         let acceptance = if form.forced { drafting::ONE } else { form.acceptance };
         let cost = draft.match_settings().cost(self.forward.draft_cost());

@@ -535,6 +535,35 @@ fn who_generates_waits_while_there_are_two_whole_passes_of_prompts() {
 }
 
 #[test]
+fn who_generates_waits_for_no_stream_of_answers_of_one_token() {
+    let mut scheduler = Scheduler::new(PATIENT, cost(1.0));
+    two_run(&mut scheduler);
+    let (mut token, mut short, mut waited) = (4, Vec::new(), 0);
+    for _ in 0..20 {
+        while scheduler.waiting() < 6 {
+            short.push(scheduler.add(vec![token; 10], 11));
+            token += 1;
+        }
+        waited = if rows(&step(&mut scheduler)).contains(&1) { 0 } else { waited + 1 };
+        assert!(waited <= 1, "they wait for a second pass behind which sequences have ended");
+        let is_done = |id: &u64| scheduler.tokens(*id).is_some_and(|tokens| tokens.len() == 11);
+        let done: Vec<u64> = short.extract_if(.., |id| is_done(id)).collect();
+        done.into_iter().for_each(|id| scheduler.finish(id));
+    }
+}
+
+#[test]
+fn who_fails_leaves_nothing_in_the_cache() {
+    let mut scheduler = Scheduler::new(PLAIN, cost(1.0));
+    let failed = scheduler.add(vec![2; 9], 60);
+    step(&mut scheduler);
+    scheduler.fail(failed);
+    scheduler.add(vec![2; 9], 60);
+    let plan = step(&mut scheduler);
+    assert_eq!((plan.cleared.len(), rows(&plan)), (3, vec![9]));
+}
+
+#[test]
 fn who_generates_goes_on_where_prompts_have_no_room() {
     // Two sequences have six pages. Each prompt that waits would take three.
     let mut scheduler = Scheduler::new(Limits { context: 20, pages: 8, ..PATIENT }, cost(1.0));

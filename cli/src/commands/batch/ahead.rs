@@ -11,6 +11,7 @@ use anyhow::{Context, anyhow, bail};
 
 use super::identity::{Identity, Key};
 use super::input::{LONGEST, Line, Lines, cannot_read};
+use super::out_of_order;
 use super::pipeline::Event;
 use super::request::{Reader, Refusal, Wanted};
 use super::result::{self, Name};
@@ -82,15 +83,23 @@ impl Ahead {
     /// # Errors
     /// If lines cannot be read, or are not those that the output has results for.
     pub fn run(&mut self, work: &SyncSender<Work>, events: &SyncSender<Event>) -> anyhow::Result<()> {
-        let mut number = 0;
-        let mut last = 0;
+        let (mut number, mut last) = (0, 0);
+        // Lines so far that the output has results for.
+        let mut done = 0;
         while let Some(line) = self.lines.next().with_context(|| cannot_read(&self.requests))? {
             last = line.number;
             let key = line.bytes.as_ref().map_or(Key::Line(line.number), |bytes| Key::of(line.number, bytes));
             if !key.is_in(self.shard) {
                 continue;
             }
-            let sent = match self.item(line, key)? {
+            let item = self.item(line, key)?;
+            if let Item::Done = item {
+                done += 1;
+            } else if self.held.is_some() && done < self.done.len() {
+                // A later line has a result. (If the requests are a file that can be read twice, this was seen before.)
+                return Err(out_of_order(&self.output));
+            }
+            let sent = match item {
                 Item::Done => events.send(Event::DoneBefore).is_ok(),
                 Item::Refused(name, refusal) => {
                     number += 1;

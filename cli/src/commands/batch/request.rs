@@ -239,6 +239,8 @@ impl Reader {
             None if matches!(endpoint, Endpoint::Chat(_)) => self.defaults.chat_tokens,
             None => self.defaults.prompt_tokens,
         };
+        // An answer must not depend on which device it comes from, and one may have a longer context than another.
+        let max_tokens = max_tokens.min(self.context - prompt.len());
         let request = host::Request {
             prompt,
             max_tokens,

@@ -92,12 +92,20 @@ impl HeadBatch {
         let mut logits = vec![0.0; if work.samples { self.head.head().draft_vocab_size } else { 0 }];
         let of_model;
         let states = if start >= text.known {
+            if own.is_empty() {
+                // The row before failed.
+                return None;
+            }
             HiddenStates::Own(own)
         } else {
             of_model = self.states.gather(work.slot, start..start + rows, each);
             HiddenStates::OfModel(&of_model)
         };
-        *own = self.head.forward(&text.tokens[start..start + rows], states, cache, &mut logits).ok()?;
+        let left = self.head.forward(&text.tokens[start..start + rows], states, cache, &mut logits);
+        *own = left.unwrap_or_default();
+        if own.is_empty() {
+            return None;
+        }
         work.samples.then(|| self.head.head().targets()[argmax(&logits) as usize])
     }
 }
@@ -115,7 +123,8 @@ impl BatchBackend for HeadBatch {
         for (started, start) in plan.started.iter().zip(starts) {
             let Sequence { text, cache, .. } = &mut self.slots[started.slot as usize];
             // If the sequence goes on, what was read of it stays in the cache.
-            if text.tokens.get(..text.known) != start.tokens.get(..text.known) || cache.is_none() {
+            let has_room = cache.as_ref().is_some_and(|cache| cache.capacity() >= start.max_length);
+            if !has_room || text.tokens.get(..text.known) != start.tokens.get(..text.known) {
                 *cache = Some(self.head.new_cache(start.max_length));
             }
             *text = Text::new(start.tokens);

@@ -15,6 +15,7 @@ pub fn check_plan(plan: &Plan, starts: &[Start<'_>], limits: &Limits, vocab: usi
     let slot = |number| within("slot", number, limits.sequences);
     let page = |number| within("page", number, limits.pages);
     let host_page = |number| within("page of the host", number, limits.host_pages);
+    plan.cleared.iter().for_each(|cleared| page(*cleared));
     plan.swap_out.iter().for_each(|moved| {
         page(moved.from);
         host_page(moved.to);

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 
 use crate::batch::plan::Slot;
 use crate::batch::running::Running;
-use crate::draft::{DraftTokens, NgramDraft};
+use crate::draft::{Draft, DraftTokens};
 
 /// For each slot, the proposal for its newest token, made or in the making.
 pub struct ProposalJobs {
@@ -26,7 +26,7 @@ impl ProposalJobs {
 
     /// Begins to make a slot's proposal, if its sequence has a form. The result is the one that [`Running::look`]
     /// finds.
-    pub fn begin(&mut self, slot: Slot, running: &Running, draft: NgramDraft) {
+    pub fn begin(&mut self, slot: Slot, running: &Running, draft: Draft) {
         let Some(form) = &running.form else { return };
         let made = Arc::new(OnceLock::new());
         let (form, wanted) = (form.clone(), Arc::downgrade(&made));
@@ -37,7 +37,7 @@ impl ProposalJobs {
             // If the proposal was dropped, the matcher has been advanced, or is about to be.
             if let Some(made) = wanted.upgrade() {
                 // Only this thread sets it, so this cannot fail.
-                let _ = made.set(DraftTokens::of(&draft, &history, max_length, Some(&mut *matcher)));
+                let _ = made.set(DraftTokens::of(draft, &history, max_length, Some(&mut *matcher)));
             }
         });
     }

@@ -29,9 +29,13 @@ impl Scheduler {
 
     /// Whether sequences that generate should wait until more prompts are read: while two whole passes over prompts can
     /// run at once. Since reading the weights is most of a step's time, it is better shared by more sequences. This
-    /// ends soon: nobody ends meanwhile, so each pass takes slots.
+    /// ends soon, since each pass takes slots. But if a sequence has ended while others waited, they go on: it might
+    /// never end where answers are short.
     pub(super) fn better_after(&self) -> bool {
-        self.gathers_prompts() && self.prompts_at_hand(|rows, _| rows >= 2 * self.limits.prompt_rows as usize).is_none()
+        let overtaken = self.waited && self.has_ended;
+        !overtaken
+            && self.gathers_prompts()
+            && self.prompts_at_hand(|rows, _| rows >= 2 * self.limits.prompt_rows as usize).is_none()
     }
 
     /// Whether it matters how many prompts are read together. A sequence with saved pages has little to run, so it does
