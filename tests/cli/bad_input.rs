@@ -281,24 +281,28 @@ fn a_context_that_memory_does_not_hold() {
     refused(warpdraft(&batch).assert(), 1, &["GiB", "shorter --context"]);
 }
 
-/// Weights that are finite, and a product of them that is not: never a token.
-#[test]
-fn numbers_out_of_range_are_an_error_and_of_their_request_alone() {
-    let broken = Broken::copy_of("tied_f32");
-    let huge = 3e38f32.to_le_bytes();
-    // Feature 0 is that of the token `Z` alone; the first MLP makes infinity of it.
-    let z = 57 * 128 * 4;
+/// Makes the first MLP's output infinite for the token `Z` alone, in a model of 128 features: feature 0 is that token's.
+/// `bytes` are those of an element.
+fn overflow_at_z<const BYTES: usize>(broken: &Broken, bytes: impl Fn(f32) -> [u8; BYTES]) {
+    let put = |row: &mut [u8], number: f32| row[..BYTES].copy_from_slice(&bytes(number));
     broken.edit_tensor("model.safetensors", "model.embed_tokens.weight", |data| {
-        data.chunks_exact_mut(128 * 4).for_each(|row| row[..4].fill(0));
-        data[z..z + 4].copy_from_slice(&9f32.to_le_bytes());
+        let rows = data.chunks_exact_mut(128 * BYTES).zip(0..);
+        rows.for_each(|(row, token)| put(row, if token == 57 { 9.0 } else { 0.0 }));
     });
     broken.edit_tensor("model.safetensors", "model.layers.0.self_attn.o_proj.weight", |data| {
         let inputs = data.len() / 128;
         data[..inputs].fill(0);
     });
     broken.edit_tensor("model.safetensors", "model.layers.0.mlp.up_proj.weight", |data| {
-        data.chunks_exact_mut(128 * 4).for_each(|row| row[..4].copy_from_slice(&huge));
+        data.chunks_exact_mut(128 * BYTES).for_each(|row| put(row, 3e38));
     });
+}
+
+/// Weights that are finite, and a product of them that is not: never a token.
+#[test]
+fn numbers_out_of_range_are_an_error_and_of_their_request_alone() {
+    let broken = Broken::copy_of("tied_f32");
+    overflow_at_z(&broken, f32::to_le_bytes);
     let run = warpdraft(&["generate", "--model", broken.path(), "abZ"]).assert();
     refused(run, 1, &["outputs of layer 0", "for position 2", "NaN or infinity"]);
     warpdraft(&["generate", "--max-tokens", "1", "--model", broken.path(), "abc"]).assert().success();
@@ -323,22 +327,8 @@ fn numbers_out_of_range_are_an_error_and_of_their_request_alone() {
 /// shorter text that has their page next, and kernels multiply what lies there by zero.
 #[test]
 fn numbers_out_of_range_are_not_met_by_who_has_their_page_next() {
-    const ROW: usize = 128 * 2;
     let broken = Broken::copy_of("tied_bf16");
-    let bf16 = |number: f32| (number.to_bits() >> 16) as u16;
-    let put = |row: &mut [u8], number: f32| row[..2].copy_from_slice(&bf16(number).to_le_bytes());
-    broken.edit_tensor("model.safetensors", "model.embed_tokens.weight", |data| {
-        // Feature 0 is that of the token `Z` alone.
-        let rows = data.chunks_exact_mut(ROW).zip(0..);
-        rows.for_each(|(row, token)| put(row, if token == 57 { 9.0 } else { 0.0 }));
-    });
-    broken.edit_tensor("model.safetensors", "model.layers.0.self_attn.o_proj.weight", |data| {
-        let inputs = data.len() / 128;
-        data[..inputs].fill(0);
-    });
-    broken.edit_tensor("model.safetensors", "model.layers.0.mlp.up_proj.weight", |data| {
-        data.chunks_exact_mut(ROW).for_each(|row| put(row, 3e38));
-    });
+    overflow_at_z(&broken, |number| ((number.to_bits() >> 16) as u16).to_le_bytes());
     let requests = broken.file("requests.jsonl");
     let texts = ["abc", "abZ", "bc", "b"];
     let lines = texts.map(|text| format!("{{\"prompt\": \"{text}\", \"max_tokens\": 3}}\n"));
