@@ -281,8 +281,8 @@ fn a_context_that_memory_does_not_hold() {
     refused(warpdraft(&batch).assert(), 1, &["GiB", "shorter --context"]);
 }
 
-/// Makes the first MLP's output infinite for the token `Z` alone, in a model of 128 features: feature 0 is that token's.
-/// `bytes` are those of an element.
+/// Makes the first MLP's output infinite for the token `Z` alone, to which feature 0 belongs then. The model has 128
+/// features; `bytes` are those of an element.
 fn overflow_at_z<const BYTES: usize>(broken: &Broken, bytes: impl Fn(f32) -> [u8; BYTES]) {
     let put = |row: &mut [u8], number: f32| row[..BYTES].copy_from_slice(&bytes(number));
     broken.edit_tensor("model.safetensors", "model.embed_tokens.weight", |data| {
