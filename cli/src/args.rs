@@ -5,6 +5,7 @@ pub mod batch;
 pub mod bench;
 pub mod form;
 
+use std::num::IntErrorKind;
 use std::path::PathBuf;
 
 use clap::{ArgAction, Parser, Subcommand, ValueHint};
@@ -440,8 +441,9 @@ fn context(text: &str) -> Result<usize, String> {
 
 /// Parses a whole number that is at least `least`.
 fn whole(text: &str, least: usize) -> Result<usize, String> {
-    match text.parse() {
+    match text.parse::<usize>() {
         Ok(n) if n >= least => Ok(n),
+        Err(error) if *error.kind() == IntErrorKind::PosOverflow => Err("it must be below 2^64".into()),
         _ => Err(format!("it must be a whole number, {least} or more")),
     }
 }
@@ -500,7 +502,7 @@ fn in_range(text: &str, setting: impl Fn(f32) -> Sampling) -> Result<f32, String
     let value = text.parse().map_err(|_| "it must be a number".to_owned())?;
     match setting(value).check() {
         Ok(()) => Ok(value),
-        Err(model::Error::SamplingRange { range, .. }) => Err(format!("it must be {range}")),
+        Err(model::Error::SamplingRange { reason, .. }) => Err(reason.into()),
         Err(other) => Err(other.to_string()),
     }
 }

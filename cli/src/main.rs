@@ -7,6 +7,7 @@ mod args;
 mod commands;
 mod form;
 mod interrupt;
+mod json;
 mod loading;
 mod output;
 mod panics;

@@ -23,6 +23,8 @@ use crate::profile::TraceFile;
 
 /// Most tokens of a continuation, if nothing else is said.
 const GENERATE_TOKENS: usize = 256;
+/// Says that a text is UTF-8, and is no part of it.
+const BYTE_ORDER_MARK: char = '\u{feff}';
 /// No limit: an answer goes on until the model ends it or the context is full. A thought alone may take thousands of
 /// tokens.
 const UNLIMITED: usize = usize::MAX;
@@ -370,17 +372,21 @@ fn text(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The text of `bytes`, which came from `name`.
+/// The text of `bytes`, which came from `name`, without the byte order mark that some programs put before it.
 ///
 /// # Errors
 /// If it is not UTF-8.
 pub fn utf8(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
-    String::from_utf8(bytes).map_err(|error| {
+    let mut text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         anyhow::anyhow!(
             "{name} is not UTF-8 text (byte {at}, counted from 0); convert it first, for example with iconv"
         )
-    })
+    })?;
+    if text.starts_with(BYTE_ORDER_MARK) {
+        text.drain(..BYTE_ORDER_MARK.len_utf8());
+    }
+    Ok(text)
 }
 
 /// A usage error, shown as the parser shows its own.

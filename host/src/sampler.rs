@@ -8,6 +8,7 @@ use model::Config;
 
 use crate::Error;
 use crate::device::{Buffer, Device};
+use crate::forward::Forward;
 
 /// Splits rows of logits over a device's CTAs. Has the memory through which a row's CTAs exchange what they
 /// find.
@@ -28,10 +29,7 @@ impl Sampler {
     pub fn new(device: &Device, config: &Config) -> Result<Self, Error> {
         let vocab = config.vocab_size as u32;
         if vocab > MOST_VOCAB {
-            return Err(Error::Unsupported {
-                what: "a vocabulary of at most 262,144 tokens",
-                found: config.vocab_size,
-            });
+            return Err(Error::Unsupported { what: Forward::VOCABULARY, found: config.vocab_size });
         }
         let resident = CTAS_PER_SM * device.sms();
         let scratch = device.zeroed(resident as usize * SCRATCH_WORDS)?;

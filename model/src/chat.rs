@@ -6,12 +6,13 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use minijinja::machinery::{eval, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, context};
+use serde_json::json;
 
 use crate::Error;
 use crate::config::parse_json;
@@ -53,10 +54,27 @@ pub struct ChatTemplate(Arc<Inner>);
 struct Inner {
     /// The engine, with the filters, tests and functions that templates may use.
     environment: Environment<'static>,
-    source: String,
+    source: TemplateText,
     /// Special tokens by role, such as `eos_token`. Templates see them as variables of these names.
     special_tokens: BTreeMap<String, String>,
     path: PathBuf,
+    /// Whether the arguments of earlier calls have to be objects.
+    takes_objects: OnceLock<bool>,
+}
+
+/// The text of a chat template.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TemplateText {
+    /// For chat.
+    pub chat: String,
+    /// For conversations with tools, if a model has a template of its own for them.
+    pub tool_use: Option<String>,
+}
+
+impl From<String> for TemplateText {
+    fn from(chat: String) -> Self {
+        Self { chat, tool_use: None }
+    }
 }
 
 const NAME: &str = "chat_template";
@@ -69,8 +87,14 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if it does not compile, or goes beyond a limit of length or nesting.
-    pub fn new(source: String, special_tokens: BTreeMap<String, String>, path: &Path) -> Result<Self, Error> {
-        let inner = Inner { environment: Environment::new(), source, special_tokens, path: path.to_owned() };
+    pub fn new(
+        source: impl Into<TemplateText>,
+        special_tokens: BTreeMap<String, String>,
+        path: &Path,
+    ) -> Result<Self, Error> {
+        let (source, path) = (source.into(), path.to_owned());
+        let takes_objects = OnceLock::new();
+        let inner = Inner { environment: Environment::new(), source, special_tokens, path, takes_objects };
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         let mut environment = Environment::new();
         environment.set_syntax(syntax.map_err(|e| inner.failed(&e))?);
@@ -81,7 +105,9 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", |format: String| python::strftime_now(&format));
         let inner = Inner { environment, ..inner };
-        inner.apart(|| limits::compiled(&inner.environment, NAME, &inner.source, |_| Ok(())))?;
+        for text in [Some(&inner.source.chat), inner.source.tool_use.as_ref()].into_iter().flatten() {
+            inner.apart(|| limits::compiled(&inner.environment, NAME, text, |_| Ok(())))?;
+        }
         Ok(ChatTemplate(Arc::new(inner)))
     }
 
@@ -98,16 +124,42 @@ impl ChatTemplate {
         self.render_conversation(Conversation { messages, tools: &[], enable_thinking, add_generation_prompt })
     }
 
-    /// The prompt for a conversation.
+    /// The prompt for a conversation. The arguments of a call may be an object or, as OpenAI's clients send them, JSON
+    /// in a text.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if rendering fails. The reason is the template's own message if it calls
     /// `raise_exception`, or the limit (of instructions, text or nesting) that it goes beyond.
     pub fn render_conversation(&self, conversation: Conversation<'_>) -> Result<String, Error> {
+        let in_text =
+            |message: &Message| message.tool_calls.iter().any(|call| call["function"]["arguments"].is_string());
+        if conversation.messages.iter().any(in_text) && self.takes_objects() {
+            let messages: Vec<Message> = conversation.messages.iter().cloned().map(Message::with_objects).collect();
+            return self.rendered(Conversation { messages: &messages, ..conversation });
+        }
+        self.rendered(conversation)
+    }
+
+    /// Whether the template would write arguments that are a text as a JSON string. Found out by trying.
+    fn takes_objects(&self) -> bool {
+        *self.0.takes_objects.get_or_init(|| {
+            let arguments = json!({"probe": 1}).to_string();
+            let function = json!({"name": "f", "arguments": arguments});
+            let call = json!({"id": "call_0", "type": "function", "function": function});
+            let called = Message { tool_calls: vec![call], ..Message::new(Role::Assistant, "") };
+            let messages = [Message::new(Role::User, "x"), called];
+            let prompt = self.rendered(Conversation::plain(&messages, true));
+            prompt.is_ok_and(|prompt| prompt.contains(r#"\"probe\""#))
+        })
+    }
+
+    /// [`render_conversation`](Self::render_conversation), with arguments as they are.
+    fn rendered(&self, conversation: Conversation<'_>) -> Result<String, Error> {
         let Inner { environment, source, special_tokens, .. } = &*self.0;
+        let Conversation { messages, tools, enable_thinking, add_generation_prompt } = conversation;
+        let source = source.tool_use.as_ref().filter(|_| !tools.is_empty()).unwrap_or(&source.chat);
         let render = || {
             limits::begin();
-            let Conversation { messages, tools, enable_thinking, add_generation_prompt } = conversation;
             let (messages, tokens) = (Value::from(Serde(messages)), Value::from(Serde(special_tokens)));
             // As in transformers, an empty list of tools is passed as `none`.
             let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
@@ -168,8 +220,8 @@ impl Inner {
 pub(crate) struct TokenizerConfig {
     /// Special tokens by role, such as `eos_token`.
     pub(crate) special_tokens: BTreeMap<String, String>,
-    /// The chat template's source.
-    pub(crate) chat_template: Option<String>,
+    /// The chat template.
+    pub(crate) chat_template: Option<TemplateText>,
 }
 
 impl TokenizerConfig {
@@ -183,19 +235,20 @@ impl TokenizerConfig {
                 special_tokens.insert(key.clone(), text.to_owned());
             }
         }
-        let chat_template = fields.get("chat_template").and_then(default_template);
+        let chat_template = fields.get("chat_template").and_then(template_source);
         Ok(TokenizerConfig { special_tokens, chat_template })
     }
 }
 
 /// The chat template in the field `chat_template`, which is a text or a list of named templates. Of a list, the one
-/// named `default` is meant for chat.
-fn default_template(field: &serde_json::Value) -> Option<String> {
+/// named `default` is meant for chat, and `tool_use` for chat with tools.
+fn template_source(field: &serde_json::Value) -> Option<TemplateText> {
     if let Some(text) = field.as_str() {
-        return Some(text.to_owned());
+        return Some(text.to_owned().into());
     }
-    let named = |t: &&serde_json::Value| t.get("name").and_then(|n| n.as_str()) == Some("default");
-    field.as_array()?.iter().find(named)?.get("template")?.as_str().map(str::to_owned)
+    let all = field.as_array()?;
+    let named = |name| Some(all.iter().find(|template| template["name"] == name)?["template"].as_str()?.to_owned());
+    Some(TemplateText { chat: named("default")?, tool_use: named("tool_use") })
 }
 
 /// The engine's message with its line, made fit to be shown: templates and requests can put text into it.

@@ -13,6 +13,7 @@ use crate::family::{Family, Fields};
 use crate::format::Quantization;
 use crate::plan::{Attention, FeedForward, LayerPlan, Traits};
 use crate::rope::Scaling;
+use crate::sampling::Sampling;
 
 /// Sizes and constants of a dense model, checked: every size is positive, heads divide evenly.
 #[derive(Debug, Clone, PartialEq)]
@@ -242,6 +243,20 @@ impl GenerationConfig {
             field: "top_k",
             value: raw.top_k.unwrap_or_default().to_string(),
             reason: "it must be a number of tokens, or 0 or -1 for all",
+        })?;
+        let neutral = Sampling::default();
+        let sampling = Sampling {
+            temperature: raw.temperature.unwrap_or(neutral.temperature),
+            top_p: raw.top_p.unwrap_or(neutral.top_p),
+            min_p: raw.min_p.unwrap_or(neutral.min_p),
+            repetition_penalty: raw.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+            ..neutral
+        };
+        sampling.check().map_err(|error| match error {
+            Error::SamplingRange { setting, value, reason } => {
+                Error::InvalidSetting { path: path.to_owned(), field: setting, value: value.to_string(), reason }
+            }
+            other => other,
         })?;
         Ok(GenerationConfig {
             eos_token_ids: raw.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),

@@ -401,14 +401,14 @@ pub enum Error {
         vocab_size: usize,
     },
     /// A sampling setting outside its range.
-    #[error("`{setting}` is {value}, and it must be {range}")]
+    #[error("`{setting}` is {value}, and {reason}")]
     SamplingRange {
         /// The setting.
         setting: &'static str,
         /// Its value.
         value: f32,
-        /// The values allowed.
-        range: &'static str,
+        /// What it must be.
+        reason: &'static str,
     },
     /// The form that an answer should have cannot be followed.
     #[error("the form of the answer cannot be followed: {reason}")]

@@ -13,10 +13,10 @@
 
 mod bounds;
 mod compile;
-mod formats;
 mod grammar;
 mod matcher;
 mod recent;
+mod schema;
 mod vocabulary;
 
 pub use compile::{Form, Forms};

@@ -69,26 +69,36 @@ impl Sampling {
     /// # Errors
     /// [`Error::SamplingRange`].
     pub fn check(&self) -> Result<(), Error> {
-        for (setting, value, range, ok) in [
+        for (setting, value, reason, ok) in [
             (
                 "temperature",
                 self.temperature,
-                "0 (greedy) or more",
+                "it must be a finite number, 0 (greedy) or more",
                 self.temperature >= 0.0 && self.temperature.is_finite(),
             ),
-            ("top_p", self.top_p, "above 0 and at most 1", self.top_p > 0.0 && self.top_p <= 1.0),
-            ("min_p", self.min_p, "at least 0 and at most 1", (0.0..=1.0).contains(&self.min_p)),
+            ("top_p", self.top_p, "it must be above 0 and at most 1", self.top_p > 0.0 && self.top_p <= 1.0),
+            ("min_p", self.min_p, "it must be at least 0 and at most 1", (0.0..=1.0).contains(&self.min_p)),
             (
                 "repetition_penalty",
                 self.repetition_penalty,
-                "above 0",
+                "it must be a finite number above 0",
                 self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite(),
             ),
-            ("presence_penalty", self.presence_penalty, "a finite number", self.presence_penalty.is_finite()),
-            ("frequency_penalty", self.frequency_penalty, "a finite number", self.frequency_penalty.is_finite()),
+            (
+                "presence_penalty",
+                self.presence_penalty,
+                "it must be a finite number",
+                self.presence_penalty.is_finite(),
+            ),
+            (
+                "frequency_penalty",
+                self.frequency_penalty,
+                "it must be a finite number",
+                self.frequency_penalty.is_finite(),
+            ),
         ] {
             if !ok {
-                return Err(Error::SamplingRange { setting, value, range });
+                return Err(Error::SamplingRange { setting, value, reason });
             }
         }
         Ok(())

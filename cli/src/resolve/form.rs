@@ -2,11 +2,13 @@
 
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use model::Shape;
+use model::text::shown;
 
 use super::utf8;
 use crate::args::form::{Choices, FormArgs};
+use crate::json::{self, Wrong};
 
 /// The form that answers must have, if one is asked for. Reads the file that holds it.
 ///
@@ -19,8 +21,11 @@ pub fn shape(args: FormArgs) -> anyhow::Result<Option<Shape>> {
             Some(text) => (text.to_owned(), "--json-schema".to_owned()),
             None => (read(&path, "JSON Schema")?, path.display().to_string()),
         };
-        let schema = serde_json::from_str(&text).with_context(|| format!("the JSON Schema in {place} is no JSON"))?;
-        return Ok(Some(Shape::JsonSchema(schema)));
+        return match json::parse(&text) {
+            Ok(schema) => Ok(Some(Shape::JsonSchema(schema))),
+            Err(Wrong::Twice(name)) => bail!("in the JSON Schema in {place}, `{}` is there twice", shown(&name)),
+            Err(Wrong::Syntax(what)) => bail!("the JSON Schema in {place} is no JSON: {what}"),
+        };
     }
     if let Some(path) = grammar {
         return Ok(Some(Shape::Lark(read(&path, "grammar")?)));

@@ -3,6 +3,7 @@
 use gpu_kernels::attention;
 use gpu_kernels::kv::HEAD_DIM;
 use gpu_kernels::linear;
+use gpu_kernels::sample::MOST_VOCAB;
 use half::bf16;
 use model::Config;
 use model::plan::{LayerPlan, Matrix};
@@ -17,8 +18,10 @@ use crate::weights::{Compact, DeviceLayer, DeviceWeights, check_size};
 impl Forward {
     /// What [`check`](Self::check) requires, in words.
     pub const COVERED: &'static str = "head size 128, hidden and intermediate size multiples of 128, at most 16 \
-                                       query heads for each \
-                                       key-value head";
+                                       query heads for each key-value head, at most 262,144 tokens";
+
+    /// What the sampler requires, in words.
+    pub(crate) const VOCABULARY: &'static str = "a vocabulary of at most 262,144 tokens";
 
     /// Checks that the kernels cover `config`'s shapes.
     ///
@@ -41,6 +44,7 @@ impl Forward {
             (config.num_hidden_layers > 0, "a layer", config.num_hidden_layers),
             (config.num_hidden_layers < 1 << 16, "fewer than 65536 layers", config.num_hidden_layers),
             (config.vocab_size > 0, "a vocabulary", config.vocab_size),
+            (config.vocab_size <= MOST_VOCAB as usize, Self::VOCABULARY, config.vocab_size),
             (largest < 1 << 30, "sizes below 2^30", largest),
         ] {
             if !ok {

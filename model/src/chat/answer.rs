@@ -5,7 +5,6 @@
 //! tag. [`Splitter`] takes an answer apart, piece by piece while it is generated or as a whole.
 
 use serde::Deserialize;
-use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 pub(super) const THINK: &str = "<think>";
@@ -179,8 +178,8 @@ impl Splitter {
                     self.go(State::Behind, end);
                     return true;
                 }
-                // The JSON is not complete: this tag stands inside one of its strings.
-                Err(error) if error.classify() == Category::Eof => {}
+                // This tag stands inside a string of the JSON.
+                Err(error) if error.to_string().starts_with("EOF while parsing a string") => {}
                 Err(_) => {
                     self.say(Piece::Content, end, pieces);
                     self.go(State::Content, end);
@@ -332,7 +331,12 @@ mod tests {
     #[test]
     fn what_is_no_call_is_said_as_it_stands() {
         let good = r#"<tool_call>{"name": "f"}</tool_call>"#;
-        for bad in ["<tool_call>nothing</tool_call>", r#"<tool_call>{"nam": 1}</tool_call>"#] {
+        for bad in [
+            "<tool_call>nothing</tool_call>",
+            r#"<tool_call>{"nam": 1}</tool_call>"#,
+            r#"<tool_call>{"name": "g", "arguments": {}</tool_call>"#,
+            "<tool_call></tool_call>",
+        ] {
             assert_eq!(
                 answer(PLAIN, &format!("a\n{bad}\n{good}"), true),
                 calls(&[("f", "{}")], said(&format!("a\n{bad}")))

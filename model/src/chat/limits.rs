@@ -20,7 +20,7 @@ pub(super) const SOURCE: usize = 256 << 10;
 /// Deepest nesting of expressions and statements.
 const NESTING: usize = 500;
 /// Largest value, in bytes. It leaves room for a line of a batch and what a template puts around it.
-const BYTES: u64 = 80 << 20;
+pub(super) const BYTES: u64 = 80 << 20;
 /// Bytes of all values that a rendering examines, together.
 const WORK: u64 = 1 << 30;
 /// Deepest nesting of values.
@@ -50,7 +50,7 @@ fn refuse(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, what.into())
 }
 
-fn too_long() -> Error {
+pub(super) fn too_long() -> Error {
     refuse(format!("it makes a value of more than {} MiB", BYTES >> 20))
 }
 

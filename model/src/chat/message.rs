@@ -51,6 +51,16 @@ impl Message {
             name: None,
         }
     }
+
+    /// The message with arguments of its calls as objects where they are texts of objects.
+    pub(super) fn with_objects(mut self) -> Self {
+        for call in &mut self.tool_calls {
+            let Some(arguments) = call.pointer_mut("/function/arguments") else { continue };
+            let object = arguments.as_str().and_then(|text| serde_json::from_str(text).ok()).filter(Value::is_object);
+            *arguments = object.unwrap_or_else(|| arguments.take());
+        }
+        self
+    }
 }
 
 fn or_empty<'de, D: Deserializer<'de>>(content: D) -> Result<String, D::Error> {

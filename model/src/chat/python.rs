@@ -8,9 +8,11 @@ use minijinja::{Error, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
+use super::limits;
+
 /// `json.dumps(value, ensure_ascii=False, indent=indent)`.
 pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
-    let mut out = Vec::new();
+    let mut out = Limited(Vec::new());
     let written = match indent {
         Some(n) => {
             let spaces = " ".repeat(n.min(64));
@@ -21,7 +23,24 @@ pub(super) fn json_dumps(value: &Value, indent: Option<usize>) -> Result<String,
     };
     let failed = |e: String| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}"));
     written.map_err(|e| failed(e.to_string()))?;
-    String::from_utf8(out).map_err(|e| failed(e.to_string()))
+    String::from_utf8(out.0).map_err(|e| failed(e.to_string()))
+}
+
+/// Text that may become as long as a template's values may. Indentation can make it far longer than the value.
+struct Limited(Vec<u8>);
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if (self.0.len() + bytes.len()) as u64 > limits::BYTES {
+            return Err(io::Error::other(limits::too_long().to_string()));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// JSON on one line with Python's separators, `", "` and `": "`; serde_json's compact form has no spaces.

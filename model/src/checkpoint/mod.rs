@@ -220,6 +220,7 @@ impl Checkpoint {
                 files.path("config.json").display()
             ));
         }
+        warnings.extend(store.unused_layers(&config));
         let mode = options.weights;
         let checkpoint =
             Checkpoint { config, generation, tokenizer, chat_template, warnings, mode, text_digest, store };
@@ -243,7 +244,7 @@ impl Checkpoint {
                     path: jinja_path.clone(),
                     reason: "the file is not UTF-8 text; fetch it again".to_owned(),
                 })?;
-                (Some(text), jinja_path.as_path())
+                (Some(text.into()), jinja_path.as_path())
             }
             None => (tokenizer_config.chat_template, tokenizer_config_path),
         };

@@ -64,6 +64,7 @@ impl Outline {
         check_mode(&config, mode, &files.path("config.json"))?;
         let mut warnings = Vec::new();
         let store = Store::open(&files, &mut warnings)?;
+        warnings.extend(store.unused_layers(&config));
         let matrices = store.matrices(&config, mode)?;
         Ok(Self { config, tensors: store.outline(), matrices, warnings })
     }

@@ -196,6 +196,19 @@ impl Store {
 }
 
 impl Store {
+    /// What to say of layers that the weights hold and the config does not count.
+    pub(super) fn unused_layers(&self, c: &Config) -> Option<String> {
+        let layer = |name: &String| name.strip_prefix("model.layers.")?.split_once('.')?.0.parse::<usize>().ok();
+        let last = self.by_name.keys().filter_map(layer).max().filter(|last| *last >= c.num_hidden_layers)?;
+        Some(format!(
+            "{} holds a layer {last}, counted from 0, and config.json's num_hidden_layers is {}: the layers beyond are \
+             not used; set num_hidden_layers to {} if they should be",
+            self.listing.display(),
+            c.num_hidden_layers,
+            last + 1
+        ))
+    }
+
     /// Refuses norms and biases of layers that the plan does not have. To ignore them would compute another model.
     fn check_unexpected(&self, c: &Config) -> Result<(), Error> {
         const QKV_BIASES: [&str; 3] = ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"];

@@ -210,6 +210,13 @@ fn reason(error: &str) -> String {
     if line.contains("oneOf constraints are not supported") {
         return "the schema's keyword `oneOf` is not supported where its parts overlap; `anyOf` is".into();
     }
+    // Names of the engine's reasons to stop.
+    if line.contains("NoExtension") {
+        return "no text follows it: a rule or a `$ref` leads only to itself, or a set of characters is empty".into();
+    }
+    if line.contains("LexerTooComplex") || line.contains("ParserTooComplex") {
+        return "it is too complex for the engine; make it smaller".into();
+    }
     if let Some(defect) = line.strip_prefix("panic: ") {
         return format!("the engine cannot go on with it ({defect})");
     }

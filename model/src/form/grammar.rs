@@ -3,7 +3,7 @@
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Value, json};
 
-use super::{CALL, bounds, formats};
+use super::{CALL, bounds, schema};
 
 /// What an answer has to look like.
 #[derive(Debug, Clone, PartialEq)]
@@ -65,7 +65,7 @@ impl Shape {
                 TopLevelGrammar::from_regex(&texts.join("|"))
             }
             Self::Lark(grammar) => {
-                if grammar.contains("::=") {
+                if grammar.lines().any(is_bnf) {
                     return Err("a grammar is written in Lark's notation, with `start: …`, not with `::=`".into());
                 }
                 bounds::lark(grammar)?;
@@ -80,21 +80,28 @@ impl Shape {
     }
 }
 
-/// A schema that also says which blanks its text has, with formats held to their standards. A schema may choose other
-/// blanks itself: `x-guidance` is a keyword of llguidance.
-fn on_one_line(schema: &Value) -> Result<Value, String> {
-    let mut schema = match schema {
+/// A schema, ready for the engine, that also says which blanks its text has. A schema may choose other blanks itself:
+/// `x-guidance` is a keyword of llguidance.
+fn on_one_line(given: &Value) -> Result<Value, String> {
+    let mut fields = match given {
         Value::Object(schema) => schema.clone(),
         // `true` allows anything, which an empty object says too. `false` allows nothing, so there would be no answer.
         Value::Bool(true) => serde_json::Map::new(),
         _ => return Err("a JSON Schema is an object".into()),
     };
-    schema
+    fields
         .entry("x-guidance")
         .or_insert_with(|| json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}));
-    let mut schema = Value::from(schema);
-    formats::hold_to_standards(&mut schema);
-    Ok(schema)
+    let mut ready = Value::from(fields);
+    schema::prepare(&mut ready)?;
+    Ok(ready)
+}
+
+/// Whether a line begins a rule as BNF does, `name ::= …`.
+fn is_bnf(line: &str) -> bool {
+    let name = |c: char| c.is_alphanumeric() || "_-<>".contains(c);
+    let behind = line.trim_start().trim_start_matches(name);
+    behind.len() < line.trim_start().len() && behind.trim_start().starts_with("::=")
 }
 
 /// A regular expression that matches only this text.

@@ -173,6 +173,9 @@ fn compressed_tensors(fields: &Fields<'_>) -> Result<Vec<Arc<dyn CheckpointForma
     if formats.is_empty() {
         return Err(fields.refuse("quantization_config.config_groups", "config_groups"));
     }
+    // A format also fits a matrix that has more tensors than it needs. So the most demanding one comes first.
+    let needed = |format: &dyn CheckpointFormat| format.parts([1, 1]).iter().filter(|part| !part.optional).count();
+    formats.sort_by_key(|format| std::cmp::Reverse(needed(&**format)));
     Ok(formats)
 }
 

@@ -250,6 +250,17 @@ fn settings_that_are_impossible() {
         let error = fixture.write().error("config.json");
         assert!(matches!(error, Error::InvalidSetting { .. }), "{error:?}");
     }
+    for (field, value) in [
+        ("temperature", json!(-1)),
+        ("top_k", json!(-2)),
+        ("top_p", json!(2)),
+        ("min_p", json!(-0.1)),
+        ("repetition_penalty", json!(0)),
+    ] {
+        let dir = Fixture::new("F32", true).write();
+        dir.put_json("generation_config.json", &json!({ field: value }));
+        assert!(matches!(dir.error(field), Error::InvalidSetting { .. }));
+    }
     let mut fixture = Fixture::new("F32", true);
     fixture.config["eos_token_id"] = json!(270);
     assert!(matches!(fixture.write().error("eos_token_id"), Error::InvalidSetting { .. }));

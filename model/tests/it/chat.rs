@@ -98,6 +98,48 @@ fn the_template_is_found_in_either_file() {
     dir.error("not UTF-8");
 }
 
+#[test]
+fn a_template_for_tools_is_used_where_there_are_tools() {
+    let mut fixture = Fixture::new("F32", true);
+    fixture.tokenizer_config["chat_template"] = json!([
+        {"name": "default", "template": "chat"},
+        {"name": "tool_use", "template": "{{ tools|length }} tools"},
+    ]);
+    let template = fixture.open().chat_template.unwrap();
+    let tools = [json!({"type": "function", "function": {"name": "f"}})];
+    let messages = [Message::new(Role::User, "x")];
+    let conversation = Conversation::plain(&messages, true);
+    assert_eq!(template.render_conversation(conversation).unwrap(), "chat");
+    assert_eq!(template.render_conversation(Conversation { tools: &tools, ..conversation }).unwrap(), "1 tools");
+    fixture.tokenizer_config["chat_template"][1]["template"] = json!("{{ unclosed");
+    fixture.write().error("tokenizer_config.json");
+}
+
+/// OpenAI's clients send the arguments of earlier calls as a text of JSON. Some templates expect that, some an object.
+#[test]
+fn arguments_of_calls_come_as_the_template_takes_them() {
+    let call = |arguments| json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
+    for (source, rendered) in [
+        ("arguments | tojson", r#"{"b": 1, "a": [2]}"#),
+        ("arguments", r#"{"b":1,"a":[2]}"#),
+        (
+            "arguments if message.tool_calls[0].function.arguments is string else message.tool_calls[0] | tojson",
+            r#"{"b":1,"a":[2]}"#,
+        ),
+    ] {
+        let template = template(&format!(
+            "{{% for message in messages if message.tool_calls %}}\
+             {{{{ message.tool_calls[0].function.{source} }}}}{{% endfor %}}"
+        ));
+        let messages =
+            [Message { tool_calls: vec![call(json!(r#"{"b":1,"a":[2]}"#))], ..Message::new(Role::Assistant, "") }];
+        assert_eq!(template.unwrap().render(&messages, true, true).unwrap(), rendered, "{source}");
+    }
+    let template = template("{{ messages[-1].tool_calls[0].function.arguments | tojson }}").unwrap();
+    let messages = [Message { tool_calls: vec![call(json!("no JSON"))], ..Message::new(Role::Assistant, "") }];
+    assert_eq!(template.render(&messages, true, true).unwrap(), "\"no JSON\"");
+}
+
 /// The reason with which the template fails.
 fn refused(source: &str) -> String {
     let messages = [Message::new(Role::User, "hello")];

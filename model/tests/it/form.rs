@@ -198,12 +198,36 @@ fn a_format_with_a_pattern_leaves_other_types_alone() {
     }
 }
 
+/// The engine has bounds as floats. Those that a float cannot hold are tightened.
+#[test]
+fn bounds_that_no_float_holds_are_not_overstepped() {
+    let checkpoint = demo();
+    let forms = Forms::new(&checkpoint).unwrap();
+    let odd = (1i64 << 53) + 1;
+    for (schema, texts) in [
+        (json!({"type": "integer", "maximum": odd}), [(odd - 1, true), (odd + 1, false)]),
+        (json!({"type": "integer", "minimum": -odd}), [(1 - odd, true), (-1 - odd, false)]),
+        (json!({"type": "integer", "minimum": odd, "maximum": odd + 3}), [(odd + 1, true), (odd - 1, false)]),
+        (json!({"type": "integer", "maximum": u64::MAX}), [(i64::MAX - 1023, true), (i64::MAX, false)]),
+        (json!({"type": "integer", "minimum": i64::MIN}), [(-i64::MAX + 1023, true), (i64::MIN, false)]),
+    ] {
+        let form = forms.compile(&Shape::JsonSchema(schema.clone())).unwrap();
+        for (number, is_possible) in texts {
+            let tokens = checkpoint.tokenizer.encode(&number.to_string()).unwrap();
+            assert_eq!(form.matcher().possible(&tokens) == tokens.len(), is_possible, "{number} as {schema}");
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_followed_is_refused_by_its_name() {
     let forms = Forms::new(&demo()).unwrap();
     for (shape, part) in [
         (Shape::JsonSchema(json!({"type": "array", "uniqueItems": true})), "keyword `uniqueItems`"),
-        (Shape::JsonSchema(json!({"properties": {"a": {"if": {}, "not": {}}}})), "keywords `if`, `not`"),
+        (
+            Shape::JsonSchema(json!({"properties": {"a": {"if": {}, "then": {}, "not": {}}}})),
+            "keywords `if`, `not`, `then`",
+        ),
         (Shape::JsonSchema(json!({"type": "string", "format": "colour"})), "`format` has the value colour"),
         (Shape::JsonSchema(json!({"type": "string", "minLength": 3, "maxLength": 2})), "minLength"),
         (Shape::JsonSchema(json!([1])), "a JSON Schema is an object"),
@@ -211,7 +235,12 @@ fn what_cannot_be_followed_is_refused_by_its_name() {
         (Shape::JsonSchema(json!({"type": "strng"})), "strng"),
         (Shape::Regex("[a-".into()), "[a-"),
         (Shape::Choice(Vec::new()), "one text or more"),
+        (Shape::JsonSchema(json!({"const": 9_007_199_254_740_993u64})), "the number 9007199254740993"),
+        (Shape::JsonSchema(json!({"$ref": "#"})), "no text follows it"),
+        (Shape::Regex("[a&&b]".into()), "no text follows it"),
         (Shape::Lark("root ::= \"a\"".into()), "Lark"),
+        (Shape::Lark("  <root>::=\"a\"".into()), "Lark"),
+        (Shape::Lark("start: a\na: a \"b\"\n".into()), "no text follows it"),
         (Shape::Lark("begin: \"a\"".into()), "start"),
     ] {
         let error = forms.compile(&shape).unwrap_err().to_string();

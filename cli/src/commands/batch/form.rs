@@ -3,8 +3,8 @@
 use model::Shape;
 use serde_json::{Map, Value};
 
-use super::json::Wrong;
 use super::request::{Refusal, quoted};
+use crate::json::{self, Wrong};
 
 /// Fields that each ask for a form.
 const GUIDED: [&str; 4] = ["guided_json", "guided_regex", "guided_choice", "guided_grammar"];
@@ -105,7 +105,7 @@ fn of_kind(kind: &str, value: &Value, field: &str) -> Result<Shape, Refusal> {
     let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a text"));
     match kind {
         "json" => match value {
-            Value::String(text) => match super::json::parse(text) {
+            Value::String(text) => match json::parse(text) {
                 Ok(schema) => Ok(Shape::JsonSchema(schema)),
                 Err(Wrong::Twice(name)) => {
                     let name = quoted(&Value::from(name));

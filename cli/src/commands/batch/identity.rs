@@ -4,8 +4,8 @@ use std::fmt;
 
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-use super::json;
 use crate::args::batch::Shard;
+use crate::json;
 
 /// What every result's `id` begins with.
 pub const PREFIX: &str = "batch_req_";

@@ -4,7 +4,6 @@ mod ahead;
 mod form;
 mod identity;
 mod input;
-mod json;
 mod merge;
 mod messages;
 mod metrics;
@@ -23,8 +22,8 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
-use host::LoadOptions;
 use host::batch::{Batch, BatchOptions};
+use host::{Coding, LoadOptions};
 use model::{Checkpoint, OpenOptions};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
@@ -62,7 +61,7 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     // All devices are asked for the same context.
     let asked = loads[0].context;
     loads[0].context_for(&checkpoint.config)?;
-    let fingerprint = fingerprint(&checkpoint, asked, &defaults);
+    let fingerprint = fingerprint(&checkpoint, &loads[0], &defaults)?;
 
     // Before the model is loaded, so that what is wrong here is known at once.
     let (output, Earlier { done, unsealed }) = open_output(&to, ordered, &fingerprint)?;
@@ -114,12 +113,18 @@ fn answer_all(command: Run) -> anyhow::Result<Ending> {
     ended
 }
 
-/// A fingerprint of what results depend on: the model, the context that was asked for, and the settings.
-fn fingerprint(checkpoint: &Checkpoint, context: Option<usize>, defaults: &Defaults) -> String {
+/// A fingerprint of what results depend on: the model, how it is loaded, and the settings.
+fn fingerprint(checkpoint: &Checkpoint, load: &LoadOptions, defaults: &Defaults) -> anyhow::Result<String> {
     let shape = defaults.shape(&checkpoint.generation);
     // By default a card's memory decides the context, and an answer is the same wherever it has room.
-    let context = context.map_or("default".to_owned(), |context| context.to_string());
-    format!("fp_{:016x}", xxh3_64(format!("{:x} {context} {shape}", checkpoint.digest()).as_bytes()))
+    let context = load.context.map_or("default".to_owned(), |context| context.to_string());
+    let mut of = format!("{:x} {context} {shape}", checkpoint.digest());
+    // Where codes in blocks are kept, activations are rounded to codes as well.
+    if load.options.lossless == Some(false) && Coding::of(&checkpoint.weights()?).is_some_and(|coding| coding.in_blocks)
+    {
+        of += " plain";
+    }
+    Ok(format!("fp_{:016x}", xxh3_64(of.as_bytes())))
 }
 
 /// Says how many tokens a request may have by default, if the model could have more.

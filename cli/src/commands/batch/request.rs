@@ -10,9 +10,9 @@ use model::{ChatTemplate, Checkpoint, Forms, GenerationConfig, Sampling, Shape, 
 use serde_json::{Map, Value};
 
 use super::identity::Key;
-use super::json::Wrong;
-use super::{form, json, messages};
+use super::{form, messages};
 use crate::form::behind_thought;
+use crate::json::{self, Wrong};
 use crate::resolve::batch::Defaults;
 
 /// What it takes to turn requests into jobs.
@@ -216,7 +216,7 @@ impl Reader {
     fn body(&self, fields: &Fields, key: &Key) -> Result<Wanted, Refusal> {
         fields.check_known()?;
         for name in ["n", "best_of"] {
-            if fields.whole(name)?.is_some_and(|n| n != 1) {
+            if fields.whole(name, 0)?.is_some_and(|n| n != 1) {
                 return Err(Refusal::new("unsupported", format!("`{name}` must be 1; send a line for each answer")));
             }
         }
@@ -229,11 +229,8 @@ impl Reader {
             return Err(host::Error::PromptTooLong { prompt: prompt.len(), context, most }.into());
         }
         let names = ["max_completion_tokens", "max_tokens"];
-        let [most, or] = names.map(|name| fields.whole(name));
+        let [most, or] = names.map(|name| fields.whole(name, 1));
         let given = [most?, or?];
-        if let Some((name, _)) = names.iter().zip(given).find(|(_, most)| *most == Some(0)) {
-            return Err(Refusal::invalid(format!("`{name}` must be 1 or more")));
-        }
         let max_tokens = match given[0].or(given[1]) {
             Some(most) => usize::try_from(most).unwrap_or(usize::MAX),
             None if matches!(endpoint, Endpoint::Chat(_)) => self.defaults.chat_tokens,
@@ -258,16 +255,14 @@ impl Reader {
         let neutral = self.defaults.answer.sampling(&self.generation);
         let seed = match fields.get("seed") {
             None => key.hash(neutral.seed) & u64::from(u32::MAX),
-            // Any whole number is accepted.
-            Some(value) => value
-                .as_u64()
-                .or_else(|| value.as_i64().map(i64::cast_unsigned))
-                .ok_or_else(|| Refusal::invalid(format!("`seed` must be a whole number, and is {}", quoted(value))))?,
+            Some(value) => value.as_i64().map(i64::cast_unsigned).or_else(|| unsigned(value)).ok_or_else(|| {
+                Refusal::invalid(format!("`seed` must be a whole number of at most 64 bits, and is {}", quoted(value)))
+            })?,
         };
         let top_k = match fields.get("top_k").and_then(Value::as_i64) {
             // Other engines write -1 to keep all.
             Some(-1) => Some(0),
-            _ => fields.whole("top_k")?.map(|k| u32::try_from(k).unwrap_or(u32::MAX)),
+            _ => fields.whole("top_k", 0)?.map(|k| u32::try_from(k).unwrap_or(u32::MAX)),
         };
         Ok(Sampling {
             temperature: fields.number("temperature")?.unwrap_or(neutral.temperature),
@@ -399,10 +394,10 @@ fn logprobs(fields: &Fields, endpoint: &Endpoint) -> Result<Option<u32>, Refusal
                     "`top_logprobs` is for `messages`; for a prompt, `logprobs` is the number",
                 ));
             }
-            fields.whole("logprobs")?
+            fields.whole("logprobs", 0)?
         }
         Endpoint::Chat(_) => {
-            let top = fields.whole("top_logprobs")?;
+            let top = fields.whole("top_logprobs", 0)?;
             if !fields.truth("logprobs")?.unwrap_or(false) {
                 return match top {
                     Some(1..) => Err(Refusal::invalid("`top_logprobs` needs `logprobs` to be true")),
@@ -487,13 +482,12 @@ impl Fields {
         self.get(name).map(number).transpose()
     }
 
-    fn whole(&self, name: &str) -> Result<Option<u64>, Refusal> {
+    fn whole(&self, name: &str, least: u64) -> Result<Option<u64>, Refusal> {
         let whole = |value: &Value| {
-            let wrong =
-                || Refusal::invalid(format!("`{name}` must be a whole number from 0 on, and is {}", quoted(value)));
-            // Some programs write 16 as 16.0.
-            let float = value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=9e15).contains(n));
-            value.as_u64().or(float.map(|n| n as u64)).ok_or_else(wrong)
+            let number = unsigned(value).filter(|n| *n >= least);
+            let must =
+                || format!("`{name}` must be a whole number, {least} or more and below 2^64, and is {}", quoted(value));
+            number.ok_or_else(|| Refusal::invalid(must()))
         };
         self.get(name).map(whole).transpose()
     }
@@ -518,4 +512,11 @@ impl Fields {
             .map(Some)
             .ok_or_else(|| Refusal::invalid("`stop` must be a text or an array of texts, none of them empty"))
     }
+}
+
+/// A whole number from 0 on. Some programs write 16 as 16.0.
+fn unsigned(value: &Value) -> Option<u64> {
+    const BEYOND: f64 = 18_446_744_073_709_551_616.0;
+    let float = value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..BEYOND).contains(n));
+    value.as_u64().or(float.map(|n| n as u64))
 }

@@ -111,8 +111,8 @@ impl Writer {
             return Value::Null;
         }
         let one = |token: u32, logprob: f32| {
-            let text = self.tokenizer.decode_with_special(&[token]);
-            json!({"token": text, "logprob": finite(logprob), "bytes": self.tokenizer.token_bytes(token)})
+            let bytes = self.tokenizer.token_bytes(token);
+            json!({"token": self.name(token), "logprob": finite(logprob), "bytes": bytes})
         };
         let each = |(&token, logprobs): (&u32, &Logprobs)| {
             let mut entry = one(token, logprobs.chosen);

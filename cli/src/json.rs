@@ -1,4 +1,4 @@
-//! The JSON of a request. No field may be there twice: of two, some readers take the first and some the last.
+//! JSON that a user writes: requests and schemas. No field may be there twice: of two, some readers take the first and some the last.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 pub enum Wrong {
     /// An object has this field twice.
     Twice(String),
-    /// It is not JSON: what is wrong, and at which column.
+    /// It is not JSON: what is wrong, and where.
     Syntax(String),
 }
 
@@ -27,7 +27,8 @@ pub fn parse(text: &str) -> Result<Value, Wrong> {
 
 /// A parser's error, in words for a person.
 fn what_is_wrong(error: &serde_json::Error) -> String {
-    let (column, said) = (error.column(), error.to_string());
+    let (said, column) = (error.to_string(), format!("column {}", error.column()));
+    let place = if error.line() > 1 { format!("line {} {column}", error.line()) } else { column };
     if error.is_eof() {
         return "it ends too soon".into();
     }
@@ -48,10 +49,7 @@ fn what_is_wrong(error: &serde_json::Error) -> String {
         ("expected `,`", "a comma or a closing bracket is missing, at"),
     ];
     let word = words.iter().find(|(theirs, _)| said.contains(theirs));
-    format!(
-        "{} column {column}",
-        word.map_or("something stands there that does not belong there, at", |(_, ours)| ours)
-    )
+    format!("{} {place}", word.map_or("something stands there that does not belong there, at", |(_, ours)| ours))
 }
 
 /// The last `custom_id` of an object, if it is a text; `None` if the line is not JSON.
@@ -203,6 +201,7 @@ mod tests {
             ("\"\\x\"", "a backslash before what it cannot stand before"),
             ("01", "a number is not one"),
             ("1e999", "too large"),
+            ("{\n\"a\": 1,\n}", "a comma too many, at line 3 column 1"),
             (&"[".repeat(200), "within each other, at column 128"),
         ] {
             let found = parse(text).unwrap_err();
