@@ -311,25 +311,25 @@ pub struct AnswerArgs {
     #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one, allow_negative_numbers = true)]
     pub max_tokens: Option<usize>,
     /// Divides the logits; 0 is greedy [default: the checkpoint's]
-    #[arg(long, short, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
+    #[arg(long, short, value_name = "T", value_parser = setting(|all, value| all.temperature = value), allow_negative_numbers = true)]
     pub temperature: Option<f32>,
     /// Keep the K likeliest tokens; 0 keeps all [default: the checkpoint's]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     pub top_k: Option<u32>,
     /// Keep the likeliest tokens that together have probability P; 1 keeps all [default: the checkpoint's]
-    #[arg(long, value_name = "P", value_parser = top_p, allow_negative_numbers = true)]
+    #[arg(long, value_name = "P", value_parser = setting(|all, value| all.top_p = value), allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Keep tokens at least P times as likely as the likeliest; 0 keeps all [default: the checkpoint's]
-    #[arg(long, value_name = "P", value_parser = min_p, allow_negative_numbers = true)]
+    #[arg(long, value_name = "P", value_parser = setting(|all, value| all.min_p = value), allow_negative_numbers = true)]
     pub min_p: Option<f32>,
     /// Make every token of prompt and answer less likely by this factor; 1 is off [default: the checkpoint's]
-    #[arg(long, value_name = "X", value_parser = repetition_penalty, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", value_parser = setting(|all, value| all.repetition_penalty = value), allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
     /// Subtract this from the logit of every token in the answer; 0 is off
-    #[arg(long, value_name = "X", default_value = "0", value_parser = presence_penalty, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", default_value = "0", value_parser = setting(|all, value| all.presence_penalty = value), allow_negative_numbers = true)]
     pub presence_penalty: f32,
     /// Subtract this for each time that the token is in the answer; 0 is off
-    #[arg(long, value_name = "X", default_value = "0", value_parser = frequency_penalty, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", default_value = "0", value_parser = setting(|all, value| all.frequency_penalty = value), allow_negative_numbers = true)]
     pub frequency_penalty: f32,
     /// Seed of the random numbers; the same seed gives the same text [default: random, shown in the summary; batch: 0]
     #[arg(long, value_name = "N", value_parser = seed, allow_negative_numbers = true)]
@@ -473,37 +473,17 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     whole(text, 1)
 }
 
-fn temperature(text: &str) -> Result<f32, String> {
-    in_range(text, |temperature| Sampling { temperature, ..Sampling::default() })
-}
-
-fn top_p(text: &str) -> Result<f32, String> {
-    in_range(text, |top_p| Sampling { top_p, ..Sampling::default() })
-}
-
-fn min_p(text: &str) -> Result<f32, String> {
-    in_range(text, |min_p| Sampling { min_p, ..Sampling::default() })
-}
-
-fn repetition_penalty(text: &str) -> Result<f32, String> {
-    in_range(text, |repetition_penalty| Sampling { repetition_penalty, ..Sampling::default() })
-}
-
-fn frequency_penalty(text: &str) -> Result<f32, String> {
-    in_range(text, |frequency_penalty| Sampling { frequency_penalty, ..Sampling::default() })
-}
-
-fn presence_penalty(text: &str) -> Result<f32, String> {
-    in_range(text, |presence_penalty| Sampling { presence_penalty, ..Sampling::default() })
-}
-
-/// Parses a number. Its range is the one that [`Sampling::check`] knows for the setting.
-fn in_range(text: &str, setting: impl Fn(f32) -> Sampling) -> Result<f32, String> {
-    let value = text.parse().map_err(|_| "it must be a number".to_owned())?;
-    match setting(value).check() {
-        Ok(()) => Ok(value),
-        Err(model::Error::SamplingRange { reason, .. }) => Err(reason.into()),
-        Err(other) => Err(other.to_string()),
+/// A parser of a setting of the sampler. Its range is the one that [`Sampling::check`] knows.
+fn setting(set: fn(&mut Sampling, f32)) -> impl Fn(&str) -> Result<f32, String> + Clone {
+    move |text| {
+        let value = text.parse().map_err(|_| "it must be a number".to_owned())?;
+        let mut sampling = Sampling::default();
+        set(&mut sampling, value);
+        match sampling.check() {
+            Ok(()) => Ok(value),
+            Err(model::Error::SamplingRange { reason, .. }) => Err(reason.into()),
+            Err(other) => Err(other.to_string()),
+        }
     }
 }
 

@@ -7,6 +7,16 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+/// What a bar shows until its length is known.
+const SPINNER: &str = "{spinner} {msg}";
+
+/// Has `bar` look as `template` says. The templates are constants; if one were wrong, the plain bar would do.
+pub fn style(bar: &ProgressBar, template: &str) {
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+}
+
 /// A progress bar. It is drawn only on a terminal, and disappears when dropped.
 pub struct Progress(ProgressBar);
 
@@ -20,10 +30,8 @@ impl Progress {
     pub fn new(what: &str, shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what.to_owned());
-        // A spinner, until bytes are known. The templates are constants; if one were wrong, the plain bar would do.
-        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
-            bar.set_style(style);
-        }
+        // Until bytes are known.
+        style(&bar, SPINNER);
         if shown && Self::is_seen() {
             bar.set_draw_target(ProgressDrawTarget::stderr());
         }
@@ -35,10 +43,7 @@ impl Progress {
     pub fn bytes(&self, done: u64, total: u64) {
         if total > 0 && self.0.length() != Some(total) {
             self.0.set_length(total);
-            let template = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
-            if let Ok(style) = ProgressStyle::with_template(template) {
-                self.0.set_style(style);
-            }
+            style(&self.0, "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}");
         }
         self.0.set_position(done);
     }
@@ -48,9 +53,7 @@ impl Progress {
     pub fn cases(&self, done: usize, total: usize, what: &str) {
         if self.0.length().is_none() {
             self.0.set_length(total as u64);
-            if let Ok(style) = ProgressStyle::with_template("{pos}/{len} {bar:30} {wide_msg}") {
-                self.0.set_style(style);
-            }
+            style(&self.0, "{pos}/{len} {bar:30} {wide_msg}");
         }
         self.0.set_position(done as u64);
         self.0.set_message(what.to_owned());
@@ -72,9 +75,7 @@ impl Waiting {
     pub fn new(what: &str, shown: bool) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what.to_owned());
-        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}") {
-            bar.set_style(style);
-        }
+        style(&bar, SPINNER);
         let shower = (shown && Progress::is_seen()).then(|| {
             let (end, ended) = mpsc::channel::<()>();
             let bar = bar.clone();
@@ -93,10 +94,7 @@ impl Waiting {
     pub fn tokens(&self, done: usize, total: usize) {
         if self.bar.length().is_none() {
             self.bar.set_length(total as u64);
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {wide_bar} {pos}/{len} tokens, {eta} left")
-            {
-                self.bar.set_style(style);
-            }
+            style(&self.bar, "{spinner} {msg} {wide_bar} {pos}/{len} tokens, {eta} left");
         }
         self.bar.set_position(done as u64);
     }

@@ -41,6 +41,7 @@ use crate::device::{Buffer, Device};
 use crate::draft::{decode_cost, pass_bytes};
 use crate::lossless::Packed;
 use crate::prefill::Prefill;
+use crate::row_buffers::RowBuffers;
 use crate::timed::timed;
 use crate::tuning::{DRAFT_COST, layer_bytes};
 use crate::weights::DeviceWeights;
@@ -56,10 +57,7 @@ pub struct Forward {
     sin: Buffer<f32>,
     cache: KvCache,
     page_table: Buffer<u32>,
-    row_count: Buffer<u32>,
-    row_tokens: Buffer<u32>,
-    row_positions: Buffer<u32>,
-    row_sequences: Buffer<u32>,
+    rows: RowBuffers,
     residual: Buffer<f32>,
     scaled: Buffer<bf16>,
     squares: Buffer<f32>,
@@ -224,10 +222,7 @@ impl Forward {
                 tree: None,
                 pairs,
                 page_table: device.zeroed_array("the page tables", &[room.sequences, pages(room.context)])?,
-                row_count: device.zeroed(1)?,
-                row_tokens: device.zeroed(rows)?,
-                row_positions: device.zeroed(rows)?,
-                row_sequences: device.zeroed(rows)?,
+                rows: RowBuffers::new(device, rows)?,
                 residual: device.zeroed_array("the residual stream", &[of_gemms, hidden])?,
                 scaled: device.zeroed_array("the scaled residual stream", &[of_gemms, hidden])?,
                 squares: device.zeroed_array("the sums of squares", &[of_gemms, hidden / N_TILE as usize])?,
@@ -468,13 +463,7 @@ impl Forward {
 
     /// The lists of rows that the next pass runs. A planning kernel fills them in.
     pub fn rows(&self) -> Rows {
-        Rows {
-            count: self.row_count.ptr_mut(),
-            tokens: self.row_tokens.ptr_mut(),
-            positions: self.row_positions.ptr_mut(),
-            sequences: self.row_sequences.ptr_mut(),
-            paths: Default::default(),
-        }
+        self.rows.rows()
     }
 
     /// `[rows, vocab]`. A pass writes the logits of the rows that they were wanted for.

@@ -26,6 +26,7 @@ pub mod prefill;
 pub mod profile;
 mod prompt;
 mod quantized;
+mod row_buffers;
 mod sampler;
 pub mod stream;
 mod timed;

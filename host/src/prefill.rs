@@ -26,6 +26,7 @@ use crate::device::{Buffer, Device, TensorMaps};
 use crate::e4m3::Activations;
 use crate::forward::{HiddenStates, RowOutput};
 use crate::gemm::{self, Epilogue};
+use crate::row_buffers::RowBuffers;
 use crate::tuning::PASS_ROWS;
 use crate::weights::DeviceWeights;
 
@@ -36,10 +37,7 @@ const _: () = assert!(TILE_ROWS == prefill_attention::TILE_ROWS);
 /// Activations for a chunk of a prompt, and tensor maps of everything that TMA reads.
 pub struct Prefill {
     capacity: usize,
-    row_count: Buffer<u32>,
-    row_tokens: Buffer<u32>,
-    row_positions: Buffer<u32>,
-    row_sequences: Buffer<u32>,
+    rows: RowBuffers,
     tiles: Buffer<u32>,
     residual: Buffer<f32>,
     scaled: Buffer<bf16>,
@@ -207,10 +205,7 @@ impl Prefill {
         matrices.extend((0..cache.layers()).map(pages));
         Ok(Self {
             capacity: rows,
-            row_count: device.zeroed(1)?,
-            row_tokens: device.zeroed(rows)?,
-            row_positions: device.zeroed(rows)?,
-            row_sequences: device.zeroed(rows)?,
+            rows: RowBuffers::new(device, rows)?,
             tiles: device.zeroed(rows / TILE_ROWS as usize * 4)?,
             residual: device.zeroed(rows * hidden)?,
             scaled,
@@ -230,13 +225,7 @@ impl Prefill {
 
     /// The rows that the next pass runs; a planning kernel fills them in.
     pub fn rows(&self) -> Rows {
-        Rows {
-            count: self.row_count.ptr_mut(),
-            tokens: self.row_tokens.ptr_mut(),
-            positions: self.row_positions.ptr_mut(),
-            sequences: self.row_sequences.ptr_mut(),
-            paths: Default::default(),
-        }
+        self.rows.rows()
     }
 
     /// What the head reads of the last pass's rows: the residual stream scaled for the final norm, bf16 `[rows,

@@ -1,14 +1,19 @@
 //! Device memory.
 
 use std::marker::PhantomData;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use bytemuck::Pod;
 use cuda_std::{Global, GlobalMut};
 
 use super::recording::Freed;
-use super::{Device, DeviceKind};
+use super::{Device, DeviceKind, Filling, Group};
 use crate::Error;
+
+/// From so many bytes on, a write is sent in pieces through pinned memory: from pageable memory, the driver copies more
+/// slowly than the bus.
+const IN_PIECES_FROM: usize = 8 << 20;
 
 /// Device memory of `len` elements.
 pub struct Buffer<T> {
@@ -103,10 +108,21 @@ impl<T: Pod> Buffer<T> {
     /// If the range does not fit: a bug of the caller.
     pub fn write(&mut self, at: usize, data: &[T]) -> Result<(), Error> {
         assert!(is_within(at, data.len(), self.len), "write of {} at {at} into {}", data.len(), self.len);
-        let _enqueuing = self.device.refuse_while_recording("a copy from memory that may be gone by then")?;
+        let enqueuing = self.device.refuse_while_recording("a copy from memory that may be gone by then")?;
         let to = self.address + (at * size_of::<T>()) as u64;
-        let bytes = bytemuck::cast_slice(data);
+        let bytes: &[u8] = bytemuck::cast_slice(data);
         match &*self.device.0 {
+            DeviceKind::Cuda(_) if bytes.len() >= IN_PIECES_FROM => {
+                drop(enqueuing);
+                let group = Group { regions: vec![self.region(at, data.len())], after: None };
+                let fill = |_, at: usize, out: &mut [u8]| {
+                    out.copy_from_slice(&bytes[at..][..out.len()]);
+                    Ok(())
+                };
+                let filling = Filling { fill: &fill, then: &|_| Ok(()) };
+                // SAFETY: the buffer is alive, and only this function has it now.
+                unsafe { self.device.fill_regions(&[group], &filling, &mut |_| ControlFlow::Continue(())) }
+            }
             // SAFETY: within the buffer.
             DeviceKind::Cuda(cuda) => unsafe { cuda.write(to, bytes) },
             DeviceKind::Emulator(emulator) => {

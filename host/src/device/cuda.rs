@@ -18,13 +18,6 @@ use super::{Begin, DeviceOptions, Entry, Grid};
 use crate::Error;
 use crate::timed::timed;
 
-/// Size in bytes of each pinned staging buffer for uploads.
-const STAGING_BYTES: usize = 64 << 20;
-/// Uploads of fewer bytes are copied directly from pageable memory.
-const STAGED_FROM: usize = 8 << 20;
-/// Threads that fill a staging buffer. A single thread is slower than the bus.
-const COPY_THREADS: usize = 8;
-
 /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the launch need not wait for the end of the launch ahead.
 const MAY_BEGIN_EARLY: u32 = 6;
 /// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`: the cluster's size in x, y and z, in CTAs.
@@ -72,7 +65,6 @@ pub const STACK_BYTES: usize = 128;
 /// A queue of a card. Work in one queue runs in order; different queues run concurrently.
 pub(super) struct Cuda {
     // Fields are dropped in this order: whatever lives in the context must go before the context.
-    staging: Mutex<Option<Staging>>,
     stream: Stream,
     recording: Recording,
     /// Whether the next launch must wait until the last one is done, even if it is an early launch.
@@ -224,26 +216,14 @@ impl Cuda {
         let (clusters, recordings) = (Mutex::default(), Recordings::default());
         let options = options.clone();
         let card = Card { name, capabilities, options, kernels, clusters, recordings, context };
-        Ok(Self {
-            staging: Mutex::new(None),
-            stream,
-            recording: Recording::default(),
-            holds: AtomicBool::new(false),
-            card: Arc::new(card),
-        })
+        Ok(Self { stream, recording: Recording::default(), holds: AtomicBool::new(false), card: Arc::new(card) })
     }
 
     /// Makes another queue on this card.
     pub(super) fn beside(&self) -> Result<Self, Error> {
         self.enter()?;
         let stream = Stream::new(StreamFlags::NON_BLOCKING, None).map_err(Error::driver("making a stream"))?;
-        Ok(Self {
-            staging: Mutex::new(None),
-            stream,
-            recording: Recording::default(),
-            holds: AtomicBool::new(false),
-            card: self.card.clone(),
-        })
+        Ok(Self { stream, recording: Recording::default(), holds: AtomicBool::new(false), card: self.card.clone() })
     }
 
     pub(super) fn recording(&self) -> &Recording {
@@ -371,16 +351,6 @@ impl Cuda {
     /// The range is within one allocation.
     pub(super) unsafe fn write(&self, to: u64, data: &[u8]) -> Result<(), Error> {
         self.enter()?;
-        if data.len() >= STAGED_FROM {
-            let mut staging = self.staging.lock().unwrap_or_else(|e| e.into_inner());
-            if staging.is_none() {
-                *staging = Some(Staging::new(self)?);
-            }
-            if let Some(staging) = &mut *staging {
-                // SAFETY: the caller's word.
-                return unsafe { staging.write(&self.stream, to, data) };
-            }
-        }
         // SAFETY: the caller's word; the data is there until it has been read, as is seen to below.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), self.stream.as_inner()) };
         check("copying to the device", code)?;
@@ -540,61 +510,4 @@ pub(super) fn check(doing: &str, code: sys::CUresult) -> Result<(), Error> {
         if text.is_null() { "unknown error".into() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
     };
     Err(Error::Driver { doing: doing.into(), reason })
-}
-
-/// Two pinned buffers for large uploads. While one is copied to the device, several threads fill the other.
-struct Staging {
-    buffers: [*mut u8; 2],
-    sent: [cust::event::Event; 2],
-    next: usize,
-}
-
-impl Staging {
-    fn new(cuda: &Cuda) -> Result<Self, Error> {
-        let buffer = || cuda.allocate_mapped(STAGING_BYTES).map(|(host, _)| host.cast::<u8>());
-        let event = || {
-            cust::event::Event::new(cust::event::EventFlags::DISABLE_TIMING).map_err(Error::driver("making an event"))
-        };
-        let sent = [event()?, event()?];
-        let first = buffer()?;
-        let second = buffer().inspect_err(|_| {
-            // SAFETY: from `allocate_mapped`, and nothing uses it yet.
-            unsafe { cuda.free(Freed::pinned(first.cast())) }
-        })?;
-        Ok(Self { buffers: [first, second], sent, next: 0 })
-    }
-
-    /// # Safety
-    /// The range is within one allocation.
-    unsafe fn write(&mut self, stream: &Stream, to: u64, data: &[u8]) -> Result<(), Error> {
-        for (i, piece) in data.chunks(STAGING_BYTES).enumerate() {
-            let (buffer, sent) = (self.buffers[self.next], &self.sent[self.next]);
-            sent.synchronize().map_err(Error::driver("waiting for an upload"))?;
-            // SAFETY: the buffer is ours, at least as large, and its last copy is done.
-            let target = unsafe { std::slice::from_raw_parts_mut(buffer, piece.len()) };
-            let part = piece.len().div_ceil(COPY_THREADS);
-            std::thread::scope(|scope| {
-                for (target, piece) in target.chunks_mut(part).zip(piece.chunks(part)) {
-                    scope.spawn(|| target.copy_from_slice(piece));
-                }
-            });
-            let at = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the caller's word for the destination; the source stays unchanged until the event.
-            let code = unsafe { sys::cuMemcpyHtoDAsync_v2(at, buffer.cast(), piece.len(), stream.as_inner()) };
-            check("copying to the device", code)?;
-            sent.record(stream).map_err(Error::driver("recording an upload"))?;
-            self.next ^= 1;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        for (buffer, sent) in self.buffers.iter().zip(&self.sent) {
-            let _ = sent.synchronize();
-            // SAFETY: from `allocate_mapped`, freed once, and its last copy is done.
-            unsafe { sys::cuMemFreeHost(buffer.cast()) };
-        }
-    }
 }

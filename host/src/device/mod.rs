@@ -65,7 +65,7 @@ pub struct Device(Arc<DeviceKind>);
 
 enum DeviceKind {
     Cuda(cuda::Cuda),
-    Emulator(emulated::Emulator),
+    Emulator(Box<emulated::Emulator>),
 }
 
 /// When the CTAs of a launch may begin.
@@ -126,7 +126,7 @@ impl Device {
     /// As [`emulator`](Self::emulator), with `options`. A file of kernels is ignored: the emulator runs the kernels of
     /// this program.
     pub fn emulator_with(seed: u64, options: &DeviceOptions) -> Self {
-        Self(Arc::new(DeviceKind::Emulator(emulated::Emulator::new(seed, options.clone()))))
+        Self(Arc::new(DeviceKind::Emulator(Box::new(emulated::Emulator::new(seed, options.clone())))))
     }
 
     /// Makes the emulator's launches of `K` leave out `wait`, as if the kernel lacked it. For tests that check that a

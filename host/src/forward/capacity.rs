@@ -54,7 +54,7 @@ impl Capacity {
     }
 
     /// Splits of attention for a sequence that fills the context.
-    pub(super) fn splits(&self) -> usize {
+    pub(crate) fn splits(&self) -> usize {
         self.context.div_ceil(attention::SPLIT as usize)
     }
 }

@@ -4,11 +4,11 @@ use std::collections::HashSet;
 
 use cuda_std::Global;
 use gpu_kernels::attention::Attend;
-use gpu_kernels::step::Rows;
 
 use super::{Capacity, Forward, Pass, RowOutput, RowsOf, Tiles};
 use crate::Error;
 use crate::device::Buffer;
+use crate::row_buffers::RowBuffers;
 
 /// A row of a pass: one token of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,10 +24,7 @@ pub struct Row {
 /// Lists of rows on the device, with their tiles of attention. The rows of such lists were checked when they were made,
 /// and nothing writes to the lists afterwards.
 pub struct ListedRows {
-    count: Buffer<u32>,
-    tokens: Buffer<u32>,
-    positions: Buffer<u32>,
-    sequences: Buffer<u32>,
+    rows: RowBuffers,
     tiles: Buffer<u32>,
     end: u32,
     /// Whether rows of the same sequence are adjacent and at consecutive positions.
@@ -41,12 +38,12 @@ pub struct ListedRows {
 impl ListedRows {
     /// Number of rows.
     pub fn len(&self) -> usize {
-        self.tokens.len()
+        self.rows.tokens.len()
     }
 
     /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
-        self.tokens.is_empty()
+        self.rows.tokens.is_empty()
     }
 }
 
@@ -73,10 +70,12 @@ impl Forward {
         let column = |of: fn(&Row) -> u32| device.upload(&rows.iter().map(of).collect::<Vec<_>>());
         let tile_rows = self.tile_rows();
         Ok(ListedRows {
-            count: device.upload(&[rows.len() as u32])?,
-            tokens: column(|row| row.token)?,
-            positions: column(|row| row.position)?,
-            sequences: column(|row| row.sequence)?,
+            rows: RowBuffers {
+                count: device.upload(&[rows.len() as u32])?,
+                tokens: column(|row| row.token)?,
+                positions: column(|row| row.position)?,
+                sequences: column(|row| row.sequence)?,
+            },
             tiles: device.upload(&tiles(rows, tile_rows).concat())?,
             end: rows.iter().map(|row| row.position + 1).max().unwrap_or(0),
             in_order: are_in_order(rows),
@@ -122,17 +121,11 @@ impl Forward {
 
     /// The pass over listed rows.
     fn listed_pass(&self, listed: &ListedRows, output: RowOutput) -> Pass {
-        let is_here = listed.count.device().is_same_card(&self.device);
+        let is_here = listed.rows.count.device().is_same_card(&self.device);
         let fits = listed.room == self.room && listed.tile_rows == self.tile_rows() && is_here;
         assert!(fits, "rows that were listed for {:?}", listed.room);
         Pass {
-            rows: Rows {
-                count: listed.count.ptr_mut(),
-                tokens: listed.tokens.ptr_mut(),
-                positions: listed.positions.ptr_mut(),
-                sequences: listed.sequences.ptr_mut(),
-                paths: Default::default(),
-            },
+            rows: listed.rows.rows(),
             most_rows: listed.len() as u32,
             end: listed.end,
             tiles: Some(Tiles { list: listed.tiles.ptr(), count: (listed.tiles.len() / 2) as u32 }),

@@ -143,9 +143,9 @@ mod tests {
     /// Runs a pass over rows from position `start` on, in one launch or in many, and returns the ring that it leaves.
     fn left_by(forward: &mut Forward, (start, count): (u32, u32), in_one: bool) -> Vec<bf16> {
         let column = |of: fn(u32) -> u32| (start..start + count).map(of).collect::<Vec<_>>();
-        forward.row_count.write(0, &[count]).unwrap();
-        forward.row_tokens.write(0, &column(|i| i * 7 % 64)).unwrap();
-        forward.row_positions.write(0, &column(|i| i)).unwrap();
+        forward.rows.count.write(0, &[count]).unwrap();
+        forward.rows.tokens.write(0, &column(|i| i * 7 % 64)).unwrap();
+        forward.rows.positions.write(0, &column(|i| i)).unwrap();
         forward.states.as_mut().unwrap().states.clear().unwrap();
         if in_one {
             forward.decode.as_mut().unwrap().begin().unwrap();

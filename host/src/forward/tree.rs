@@ -88,9 +88,9 @@ mod tests {
         let count = tokens.len() as u32;
         let depth = |row: usize| paths.map_or(row as u32, |paths| paths[row].depth());
         let positions: Vec<u32> = (0..tokens.len()).map(|row| root + depth(row)).collect();
-        forward.row_count.write(0, &[count]).unwrap();
-        forward.row_tokens.write(0, tokens).unwrap();
-        forward.row_positions.write(0, &positions).unwrap();
+        forward.rows.count.write(0, &[count]).unwrap();
+        forward.rows.tokens.write(0, tokens).unwrap();
+        forward.rows.positions.write(0, &positions).unwrap();
         forward.want_tree(paths.is_some());
         if let (Some(tree), Some(paths)) = (&mut forward.tree, paths) {
             tree.paths.write(0, &paths.iter().map(|path| path.word()).collect::<Vec<_>>()).unwrap();

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use host::Drafted;
 use host::batch::Metrics;
-use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget};
 use serde::Serialize;
 use serde_json::Value;
 
 use super::survey::Survey;
 use crate::Ending;
 use crate::output::{JsonDrafts, note};
-use crate::progress::Progress;
+use crate::progress::{Progress, style};
 use crate::resolve::Report;
 
 /// Counts of what became of requests.
@@ -100,9 +100,7 @@ impl Bar {
             Some(_) => "{pos}/{len} {bar:16} {wide_msg} {prefix} left",
             None => "{pos} {spinner} {wide_msg} {elapsed}",
         };
-        if let Ok(style) = ProgressStyle::with_template(template) {
-            bar.set_style(style);
-        }
+        style(&bar, template);
         Self { bar, start: Instant::now(), told: Instant::now(), tokens: (0, 0), survey }
     }
 

@@ -131,6 +131,21 @@ impl MemoryPlan<'_> {
         Ok(pages)
     }
 
+    /// Bytes that a drafter may take for its cache once the weights are loaded: its share of what is free, but not of the
+    /// memory for a cache that was asked for. `pages` is the size of that cache. None for the emulator.
+    fn drafters_share(&self, context: usize, kept: Option<WeightStorage>, pages: usize) -> Result<Option<u64>, Error> {
+        let Self { config, device, options, .. } = *self;
+        let Some(free) = device.free_memory()? else { return Ok(None) };
+        let share = free / DRAFTER_SHARE;
+        if options.cache_tokens.is_none() {
+            return Ok(Some(share));
+        }
+        let (sizes, in_e4m3) = (self.sizes(context), kept.is_some_and(WeightStorage::in_e4m3));
+        let besides = GpuBatch::decode_bytes(device) + self.drafter(context)?.map_or(0, |drafter| drafter.working);
+        let left = free.saturating_sub(sizes.bytes(config, pages, in_e4m3) + besides);
+        Ok(Some(share.min(left)))
+    }
+
     /// The longest of these contexts that there is memory for and that takes little of it beside the cache, else the
     /// shortest.
     fn context(&self, contexts: &[usize], kept: Option<WeightStorage>) -> Result<usize, Error> {
@@ -174,7 +189,8 @@ impl GpuBatch {
         let options = sizes.with_sequences_for(memory.pages(shortest, kept)?, options);
         let memory = MemoryPlan { options: &options, ..memory };
         let context = memory.context(contexts, kept)?;
-        memory.pages(context, kept)?;
+        let pages = memory.pages(context, kept)?;
+        let share = || memory.drafters_share(context, kept, pages);
         let of_model = DeviceWeights::bytes(config, kept);
         let all = of_model + memory.drafter(context)?.map_or(0, |drafter| drafter.weights);
         let told = &mut |done: u64, _: u64| progress(done.min(of_model), all);
@@ -186,14 +202,13 @@ impl GpuBatch {
         let Some(draft) = draft else { return with_model(weights) };
         let (mut batch, drafter): (Self, Box<dyn BatchBackend>) = match draft {
             DraftCheckpoint::Model(draft) => {
-                let drafter = Self::load_drafter(draft, device, context, &options, told).map_err(of_draft)?;
+                let drafter = Self::load_drafter(draft, device, context, &options, share, told).map_err(of_draft)?;
                 (with_model(weights)?, Box::new(drafter))
             }
             DraftCheckpoint::Eagle3(head) => {
                 let head = HeadWeights::upload(head, config, device).map_err(of_draft)?;
                 let sequences = options.of_drafter(None).sequences.unwrap_or(1) as usize;
-                let share = device.free_memory()?.map(|free| free / DRAFTER_SHARE);
-                let pages = HeadBatch::pages(&head, context, sequences, share);
+                let pages = HeadBatch::pages(&head, context, sequences, share()?);
                 // The model's cache takes all memory that is left, so what the head needs afterwards is held back
                 // meanwhile.
                 let needed = head.batch_bytes(context, sequences, pages)
@@ -236,22 +251,21 @@ impl GpuBatch {
         Ok(Some(if is_beside { packed } else { packed.alone() }))
     }
 
-    /// Uploads a draft model as a batch of its own.
+    /// Uploads a draft model as a batch of its own. `share` returns the bytes that its cache may take.
     fn load_drafter(
         draft: &Checkpoint,
         device: &Device,
         context: usize,
         options: &BatchOptions,
+        share: impl FnOnce() -> Result<Option<u64>, Error>,
         progress: &mut Progress<'_>,
     ) -> Result<Self, Error> {
         let config = &draft.config;
         let kept = WeightStorage::of(draft, device)?;
         let weights = DeviceWeights::upload(draft, device, kept, || Ok(()), progress)?;
         let sequences = options.of_drafter(None).sequences.unwrap_or(1) as usize;
-        let room = device.free_memory()?.map_or(usize::MAX, |free| {
-            let token = KvCache::page_bytes(config) / PAGE_TOKENS;
-            (free / DRAFTER_SHARE) as usize / token
-        });
+        let token = KvCache::page_bytes(config) / PAGE_TOKENS;
+        let room = share()?.map_or(usize::MAX, |bytes| bytes as usize / token);
         let tokens = (sequences * context).min(room).max(context.next_multiple_of(PAGE_TOKENS));
         let options = options.of_drafter(Some(tokens));
         Self::with_weights(device, config, weights, context, options)

@@ -102,6 +102,8 @@ impl MaskJobs {
     /// after the end of that pass.
     fn wait_for(&self, masked: &[Masked], only_forms: bool) -> Result<(), Error> {
         self.passed.set()?;
+        // Messages of jobs that nobody had to wait for.
+        while self.done.1.try_recv().is_ok() {}
         let mut over: Option<Instant> = None;
         while masked.iter().any(|one| self.are_pending(one.slot)) {
             if let Some(wait) = self.patience(only_forms)

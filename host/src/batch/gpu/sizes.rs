@@ -1,12 +1,13 @@
 //! The sizes of a batch on a device.
 
-use gpu_kernels::batched::MAX_BATCHED_ROWS;
+use gpu_kernels::batched::{BatchedStep, MAX_BATCHED_ROWS};
 use gpu_kernels::step;
 use gpu_kernels::token_copy::PAGE_RECORD_BYTES;
 use model::Config;
 
 use crate::batch::{BatchOptions, Limits, PAGE_TOKENS};
 use crate::cache::KvCache;
+use crate::cpu::memory;
 use crate::device::Device;
 use crate::forward::{Capacity, FULL_ROWS, Footprint, MOST_PASS_ROWS};
 use crate::prefill;
@@ -26,8 +27,10 @@ const MOST_ROWS: usize = 1 << 16;
 pub const SPARE: u64 = 1 << 30;
 /// Least rows that a pass has room for.
 pub const LEAST_ROWS: usize = step::MAX_ROWS as usize;
-/// Default for bytes of the host tier.
-const HOST_TIER: usize = 4 << 30;
+/// Default for bytes of the host tier, but at most one part in so many of the memory that the program may use: several
+/// cards have a tier each, and pinned memory cannot be swapped out.
+const HOST_TIER: u64 = 4 << 30;
+const HOST_TIER_SHARE: u64 = 32;
 
 /// The sizes of a batch, without its pages.
 pub struct BatchSizes {
@@ -109,8 +112,7 @@ impl BatchSizes {
         let Some(free) = device.free_memory()? else {
             return Ok(wanted.unwrap_or(self.most_pages()).min(Self::numbered_pages(config)));
         };
-        let working = Footprint::of_room(config, &self.room(0), self.prompt_rows()).with_activations(in_e4m3).working;
-        let besides = working + coming + SPARE;
+        let besides = self.bytes(config, 0, in_e4m3) + coming;
         let page = KvCache::page_bytes(config) as u64;
         let room = ((free.saturating_sub(besides) / page) as usize).min(Self::numbered_pages(config));
         let pages = wanted.unwrap_or(room.min(self.most_pages()));
@@ -120,6 +122,15 @@ impl BatchSizes {
             return Err(Error::CacheTooLarge { tokens, wanted, free: free.saturating_sub(besides) });
         }
         Ok(pages)
+    }
+
+    /// Bytes that a batch with `pages` pages takes beside its weights, with those that are left to other programs.
+    pub fn bytes(&self, config: &Config, pages: usize, in_e4m3: bool) -> u64 {
+        let room = self.room(pages);
+        let working = Footprint::of_room(config, &room, self.prompt_rows()).with_activations(in_e4m3).working;
+        // How often each sequence has used each token, and the items of attention.
+        let items = BatchedStep::items_len(room.rows, config.plan.attention.key_value_heads, room.splits());
+        working + 4 * (self.sequences * config.vocab_size + items) as u64 + SPARE
     }
 
     /// The most pages whose records can be numbered, which is 8 TiB.
@@ -132,7 +143,10 @@ impl BatchSizes {
     /// # Errors
     /// [`Error::HostTier`], for more pages than can be numbered.
     pub fn host_pages(&self, config: &Config, options: &BatchOptions, pages: usize) -> Result<usize, Error> {
-        let Some(tokens) = options.swap_tokens else { return Ok(pages.min(HOST_TIER / KvCache::page_bytes(config))) };
+        let Some(tokens) = options.swap_tokens else {
+            let bytes = HOST_TIER.min(memory() / HOST_TIER_SHARE);
+            return Ok(pages.min(bytes as usize / KvCache::page_bytes(config)));
+        };
         let tier = tokens / PAGE_TOKENS;
         if tier > Self::numbered_pages(config) {
             return Err(Self::no_tier(config, tier, "8 TiB are the most".into()));
