@@ -1,4 +1,5 @@
-//! JSON that a user writes: requests and schemas. No field may be there twice: of two, some readers take the first and some the last.
+//! JSON that a user writes: requests and schemas. No field may be there twice: of two, some readers take the first and
+//! some the last.
 
 use std::fmt;
 

@@ -590,7 +590,7 @@ fn a_file_of_kernels_with_other_parameters_is_refused() -> Result<(), Failed> {
         // The text has the table's bytes as numbers.
         None => {
             let numbers = b"\nsample ".map(|byte| format!("{byte}, ")).concat();
-            (image.ptx.into(), numbers.into(), [b"49".to_vec(), b"50".to_vec()])
+            (image.ptx().into(), numbers.into(), [b"49".to_vec(), b"50".to_vec()])
         }
     };
     let path = std::env::temp_dir().join(format!("warpdraft-kernels-{}", std::process::id()));

@@ -81,9 +81,8 @@ fn is_assembled(kernel: &str, arch: &str) -> bool {
     }
 }
 
-/// ptxas's report of these kernels of a text, as it makes machine code for `arch` of them.
-fn assemble(image: &Image, arch: &str, kernels: &[&str]) -> String {
-    let Image { module, ptx, .. } = image;
+/// ptxas's report of these kernels of `module`'s text, as it makes machine code for `arch` of them.
+fn assemble(module: &str, ptx: &str, arch: &str, kernels: &[&str]) -> String {
     let folder = std::env::temp_dir().join(format!("warpdraft-ptx-{}-{arch}-{module}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let file = folder.join("kernels.ptx");
@@ -122,11 +121,12 @@ fn no_kernel_spills_or_uses_local_memory_but_those_named() {
 }
 
 fn spills_are_named(image: &Image, arch: &str) {
-    let Image { module, ptx, layouts, .. } = image;
+    let Image { module, .. } = image;
+    let ptx = image.ptx();
     let mut kernels = kernels(image);
-    assert_eq!(layouts.len(), kernels.len(), "{module} for {arch}");
+    assert_eq!(ptx.matches("\n.visible .entry ").count(), kernels.len(), "{module} for {arch}");
     kernels.retain(|kernel| is_assembled(kernel, arch));
-    let report = image.report.map_or_else(|| assemble(image, arch, &kernels), str::to_owned);
+    let report = image.report.map_or_else(|| assemble(module, &ptx, arch, &kernels), str::to_owned);
     let report = functions(arch, &report);
     assert_eq!(report.len(), kernels.len(), "{module} for {arch}");
     assert!(kernels.len() >= 6, "{module} for {arch} has {} kernels", kernels.len());
@@ -145,10 +145,9 @@ fn spills_are_named(image: &Image, arch: &str) {
     }
 }
 
-/// The kernels of an image, by its text.
+/// The names of an image's kernels.
 fn kernels(image: &Image) -> Vec<&'static str> {
-    let names = image.ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.split('(').next());
-    names.collect()
+    image.layouts.iter().map(|(kernel, _)| *kernel).collect()
 }
 
 /// The kernels of a module.

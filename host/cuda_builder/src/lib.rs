@@ -26,8 +26,12 @@ mod toolchain;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Write;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
 
 pub use assembler::{ASSEMBLER_VARIABLE, Assembler};
 pub use modules::LAYOUTS;
@@ -118,8 +122,9 @@ pub struct Module {
 /// Builds a kernel crate for each of `levels` into the folder `out`. A level with an assembler gets machine code as
 /// well.
 ///
-/// Also writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx, machine_code, report, layouts }` for
-/// each module of each level. The crate that includes this file must define such a type.
+/// Also writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx_gz, machine_code, report, layouts }`
+/// for each module of each level. The crate that includes this file must define such a type. `ptx_gz` is the PTX, packed
+/// by gzip: it is read only where there is no machine code for a card.
 ///
 /// # Errors
 /// As [`CudaBuilder::build`].
@@ -139,7 +144,7 @@ pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Pa
     });
     for ((arch, _), modules) in levels.iter().zip(built) {
         for module in modules? {
-            add_image(&mut images, arch, &module);
+            add_image(&mut images, arch, &module)?;
         }
     }
     images.push_str("]\n");
@@ -148,7 +153,8 @@ pub fn build_images(krate: &Path, levels: &[(&str, Option<Assembler>)], out: &Pa
 }
 
 /// Appends the module to `images`, as a Rust expression.
-fn add_image(images: &mut String, arch: &str, module: &Module) {
+fn add_image(images: &mut String, arch: &str, module: &Module) -> Result<(), Error> {
+    let ptx_gz = pack(&module.ptx)?;
     let (machine_code, report) = match &module.machine_code {
         Some(path) => {
             (format!("Some(include_bytes!({path:?}))"), format!("Some(include_str!({:?}))", Assembler::report(path)))
@@ -158,10 +164,21 @@ fn add_image(images: &mut String, arch: &str, module: &Module) {
     let layouts: Vec<(&String, &u64)> = module.layouts.iter().collect();
     let _ = writeln!(
         images,
-        "Image {{ arch: {arch:?}, module: {:?}, ptx: include_str!({:?}), machine_code: {machine_code}, \
+        "Image {{ arch: {arch:?}, module: {:?}, ptx_gz: include_bytes!({ptx_gz:?}), machine_code: {machine_code}, \
          report: {report}, layouts: &{layouts:?} }},",
-        module.name, module.ptx
+        module.name
     );
+    Ok(())
+}
+
+/// Packs a file by gzip, and returns the path of the packed one beside it.
+fn pack(path: &Path) -> Result<PathBuf, Error> {
+    let packed = path.with_added_extension("gz");
+    let content = std::fs::read(path).map_err(io(path))?;
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    let bytes = encoder.write_all(&content).and_then(|()| encoder.finish()).map_err(io(&packed))?;
+    std::fs::write(&packed, bytes).map_err(io(&packed))?;
+    Ok(packed)
 }
 
 /// One compilation of a kernel crate, to PTX.

@@ -1,7 +1,11 @@
 //! The built-in kernels, and the checks of a file of kernels that replaces some of them.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::Read;
+
+use flate2::read::GzDecoder;
 
 use super::Level;
 use crate::Error;
@@ -13,8 +17,8 @@ pub struct Image {
     pub arch: &'static str,
     /// The module's name, as in [`cuda_std::Kernel::MODULE`]: [`MAIN`], or that of another module.
     pub module: &'static str,
-    /// The module's PTX.
-    pub ptx: &'static str,
+    /// The module's PTX, packed by gzip.
+    pub ptx_gz: &'static [u8],
     /// The machine code that `ptxas` made from it, if any.
     pub machine_code: Option<&'static [u8]>,
     /// What `ptxas` reported of each kernel: registers, stack, spills.
@@ -56,11 +60,24 @@ pub(super) enum Origin {
 pub(super) type Layouts = BTreeMap<String, u64>;
 
 impl Image {
+    /// The module's PTX.
+    ///
+    /// # Panics
+    /// If [`ptx_gz`](Self::ptx_gz) is not what the build wrote.
+    pub fn ptx(&self) -> String {
+        let mut ptx = String::new();
+        GzDecoder::new(self.ptx_gz).read_to_string(&mut ptx).expect("the build packed a text");
+        ptx
+    }
+
     /// Loads the first format that the driver takes. Machine code comes first, because it needs no compilation. If an
     /// older driver refuses it, the PTX is loaded.
-    pub(super) fn load<M>(&self, mut load: impl FnMut(&[u8], ModuleFormat) -> Result<M, Error>) -> Result<M, Error> {
+    pub(super) fn load<M>(
+        &self,
+        mut load: impl FnMut(Cow<'static, [u8]>, ModuleFormat) -> Result<M, Error>,
+    ) -> Result<M, Error> {
         if let Some(code) = self.machine_code {
-            match load(code, ModuleFormat::MachineCode) {
+            match load(code.into(), ModuleFormat::MachineCode) {
                 Ok(module) => return Ok(module),
                 Err(error) => tracing::debug!(
                     "the driver does not take the machine code of module {} ({error}), and compiles the PTX",
@@ -68,7 +85,7 @@ impl Image {
                 ),
             }
         }
-        load(self.ptx.as_bytes(), ModuleFormat::Ptx)
+        load(self.ptx().into_bytes().into(), ModuleFormat::Ptx)
     }
 
     /// Checks that a loaded module has the kernels of this image, with the same parameter blocks.
@@ -171,7 +188,7 @@ mod tests {
             let bytes: Vec<String> = table.bytes().map(|byte| byte.to_string()).collect();
             // The variable has the name by which the driver is asked for it.
             let variable = format!(".b8 kernel_layouts[{}] = {{{}}};", bytes.len(), bytes.join(", "));
-            assert!(image.ptx.contains(&variable), "{} {}", image.arch, image.module);
+            assert!(image.ptx().contains(&variable), "{} {}", image.arch, image.module);
             if let Some(code) = image.machine_code {
                 let found = code.windows(table.len()).any(|window| window == table.as_bytes());
                 assert!(found, "machine code of {} {}", image.arch, image.module);
@@ -208,7 +225,7 @@ mod tests {
             tried.push(format);
             if bytes.starts_with(b"\x7fELF") { Err(refused("machine code")) } else { Ok(bytes.len()) }
         });
-        assert_eq!(loaded.unwrap(), image.ptx.len());
+        assert_eq!(loaded.unwrap(), image.ptx().len());
         assert_eq!(tried, [ModuleFormat::MachineCode, ModuleFormat::Ptx]);
         // If the driver takes the machine code, nothing else is loaded. If it refuses both, the error is the one for
         // the PTX.
@@ -217,7 +234,7 @@ mod tests {
         assert!(both.unwrap_err().to_string().contains("the PTX"));
         // Without machine code there is nothing else to try.
         let plain = Image { machine_code: None, ..*main() };
-        assert_eq!(plain.load(|bytes, _| Ok(bytes.len())).unwrap(), plain.ptx.len());
+        assert_eq!(plain.load(|bytes, _| Ok(bytes.len())).unwrap(), plain.ptx().len());
     }
 
     #[test]
@@ -236,7 +253,7 @@ mod tests {
         static OTHERS: [Image; 1] = [Image {
             arch: "sm_80",
             module: "other",
-            ptx: "",
+            ptx_gz: b"",
             machine_code: None,
             report: None,
             layouts: &[("measure", 5)],

@@ -1,5 +1,6 @@
 //! The kernels in a card's context: loaded modules and their functions.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::path::Path;
@@ -15,6 +16,8 @@ use crate::timed::timed;
 
 /// The name of the variable with the table of layouts in every module (`cuda_builder::LAYOUTS`).
 const LAYOUTS: &CStr = c"kernel_layouts";
+/// How machine code begins.
+const ELF: &[u8] = b"\x7fELF";
 /// Dynamic shared memory that a kernel may have without an attribute, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
@@ -97,7 +100,7 @@ struct Loaded {
 impl Loaded {
     /// Loads a module and every kernel in it. The driver would otherwise load a kernel only when it is first asked for,
     /// and the memory might be taken by then.
-    fn new(bytes: &[u8], origin: Origin) -> Result<Self, Error> {
+    fn new(bytes: Cow<'_, [u8]>, origin: Origin) -> Result<Self, Error> {
         let module = Module::load(bytes)?;
         let layouts = module.layouts()?;
         layouts.keys().try_for_each(|kernel| module.function(kernel).map(drop))?;
@@ -109,7 +112,7 @@ impl Loaded {
         let name = path.display().to_string();
         let bytes =
             std::fs::read(path).map_err(|error| Error::Kernels { path: name.clone(), reason: error.to_string() })?;
-        let loaded = Self::new(&bytes, Origin::File(name.clone()))?;
+        let loaded = Self::new(bytes.into(), Origin::File(name.clone()))?;
         images.check_file(&loaded.layouts, &name)?;
         tracing::debug!("{} kernels come from {name}", loaded.layouts.len());
         Ok(loaded)
@@ -136,11 +139,11 @@ unsafe impl Sync for Module {}
 
 impl Module {
     /// Loads machine code or PTX. The driver recognises which of the two it is.
-    fn load(bytes: &[u8]) -> Result<Self, Error> {
-        let mut image = Vec::with_capacity(bytes.len() + 1);
-        image.extend_from_slice(bytes);
+    fn load(mut image: Cow<'_, [u8]>) -> Result<Self, Error> {
         // PTX must end with a zero byte.
-        image.push(0);
+        if !image.starts_with(ELF) {
+            image.to_mut().push(0);
+        }
         let mut module = std::ptr::null_mut();
         // SAFETY: `module` is valid for a write, and the image complete: as long as its own headers say, or a text with
         // an end.

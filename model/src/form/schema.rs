@@ -17,9 +17,9 @@ const MANY: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
 /// The greatest number that the engine keeps exactly: the greatest 64-bit float below 2^63. The least is its negative.
 const GREATEST: f64 = 9_223_372_036_854_774_784.0;
 
-/// Makes the schema, and the schemas in it, ready for the engine: adds what each `format` demands beyond what the engine
-/// checks, moves bounds that a float cannot hold inwards to the next one that it can, and removes keywords that ask for
-/// nothing.
+/// Makes the schema, and the schemas in it, ready for the engine: adds what each `format` demands beyond what the
+/// engine checks, moves bounds that a float cannot hold inwards to the next one that it can, and removes keywords that
+/// ask for nothing.
 ///
 /// # Errors
 /// A sentence, if the schema has a number that the engine would change.

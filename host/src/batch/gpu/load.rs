@@ -131,8 +131,8 @@ impl MemoryPlan<'_> {
         Ok(pages)
     }
 
-    /// Bytes that a drafter may take for its cache once the weights are loaded: its share of what is free, but not of the
-    /// memory for a cache that was asked for. `pages` is the size of that cache. None for the emulator.
+    /// Bytes that a drafter may take for its cache once the weights are loaded: its share of what is free, but not of
+    /// the memory for a cache that was asked for. `pages` is the size of that cache. None for the emulator.
     fn drafters_share(&self, context: usize, kept: Option<WeightStorage>, pages: usize) -> Result<Option<u64>, Error> {
         let Self { config, device, options, .. } = *self;
         let Some(free) = device.free_memory()? else { return Ok(None) };

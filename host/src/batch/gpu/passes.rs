@@ -1,7 +1,7 @@
 //! Cuts the rows of a step into passes: which rows run together, in which tiles of attention, and after which rows a
 //! token is chosen.
 //!
-//! If the device has separate passes for prompts (docs/reference/architecture.md), rows of prompts and generated rows
+//! If the device has separate passes for prompts (docs/reference/batching.md), rows of prompts and generated rows
 //! are cut apart. Passes over prompts come first, since a sequence may have both in one step. Every cut gives the same
 //! bits.
 
