@@ -123,8 +123,8 @@ pub struct Module {
 /// well.
 ///
 /// Also writes `out/images.rs`: a Rust slice with an `Image { arch, module, ptx_gz, machine_code, report, layouts }`
-/// for each module of each level. The crate that includes this file must define such a type. `ptx_gz` is the PTX, packed
-/// by gzip: it is read only where there is no machine code for a card.
+/// for each module of each level. The crate that includes this file must define such a type. `ptx_gz` is the PTX,
+/// packed by gzip: it is read only where there is no machine code for a card.
 ///
 /// # Errors
 /// As [`CudaBuilder::build`].
