@@ -36,7 +36,9 @@ pub(crate) use batched::{BatchedFormat, CodedFormat, LoadedFormat, PairedFormat,
 pub use e4m3::E4m3;
 pub use lossless::Lossless;
 pub use quantized::Quantized;
-pub(crate) use quantized::{Fp8, Int4};
+#[cfg(not(cuda_arch = "sm_90a"))]
+pub(crate) use quantized::SHALLOW;
+pub(crate) use quantized::{DEEP, Fp8, Int4};
 
 use crate::decode::{DecodeStep, OfFragments, Products};
 use crate::linear::K_PARTIALS;

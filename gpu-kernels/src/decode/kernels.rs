@@ -2,7 +2,7 @@
 //! up to 8 and up to 16 rows of a sequence, for a tree, and for rows of several sequences.
 
 use super::{ANY, CHAIN, DecodeStep, MMA, SEQUENCES, THREADS, TREE, decode, decode_one};
-use crate::weights::{Fp8, Int4, Lossless, Plain, Quantized};
+use crate::weights::{DEEP, Fp8, Int4, Lossless, Plain, Quantized};
 
 entry_points! {
     (threads = THREADS, min_blocks = 1) of DecodeStep:
@@ -17,15 +17,15 @@ entry_points! {
     /// [`decode_1`], of layers in FP8.
     decode_1_fp8: decode_one::<Quantized<Fp8>, false>;
     /// [`decode_1`], of layers in int4.
-    decode_1_int4: decode_one::<Quantized<Int4<1>, true>, false>;
+    decode_1_int4: decode_one::<Quantized<Int4<1>, DEEP>, false>;
     /// [`decode_1_int4`], with scales in f16.
-    decode_1_int4_f16: decode_one::<Quantized<Int4<2>, true>, false>;
+    decode_1_int4_f16: decode_one::<Quantized<Int4<2>, DEEP>, false>;
     /// [`decode_1_fp8`], with a packed head.
     decode_1_fp8_lossless_head: decode_one::<Quantized<Fp8>, true>;
     /// [`decode_1_int4`], with a packed head.
-    decode_1_int4_lossless_head: decode_one::<Quantized<Int4<1>, true>, true>;
+    decode_1_int4_lossless_head: decode_one::<Quantized<Int4<1>, DEEP>, true>;
     /// [`decode_1_int4_f16`], with a packed head.
-    decode_1_int4_f16_lossless_head: decode_one::<Quantized<Int4<2>, true>, true>;
+    decode_1_int4_f16_lossless_head: decode_one::<Quantized<Int4<2>, DEEP>, true>;
     /// The forward pass of 2 to 8 rows.
     decode_8: decode::<Plain, 1, CHAIN, ANY>;
     /// The forward pass of 2 to 16 rows.

@@ -12,14 +12,15 @@
 
 use super::{ANY, CHAIN, DecodeStep, SEQUENCES, THREADS, TREE, run};
 use crate::step::MAX_DECODE_ROWS;
-use crate::weights::{Fp8, FragmentFormat, Int4, Plain, Quantized};
+use crate::weights::{Fp8, FragmentFormat, Int4, Plain, Quantized, SHALLOW};
 use cuda_std::device;
 
 /// Runs a step of any number of rows.
 #[device]
 unsafe fn decode<F: FragmentFormat, const ROWS: u8>(p: &DecodeStep) {
     // A stage in which fragments are made must be read by one half of the CTA alone; here both halves read every stage.
-    const { assert!(!F::IN_PLACE) };
+    // And a turn may have more N-tiles than there are stages, so each must be free after the turn.
+    const { assert!(!F::IN_PLACE && F::CHUNKS == 1) };
     // SAFETY: the caller's word.
     unsafe {
         let count = p.work.rows.count.load(0).min(MAX_DECODE_ROWS);
@@ -37,25 +38,25 @@ entry_points! {
     /// [`SHORT_SHARED_BYTES`]: super::SHORT_SHARED_BYTES
     decode_short: decode::<Plain, CHAIN>;
     /// [`decode_short`], of layers in FP8.
-    decode_short_fp8: decode::<Quantized<Fp8>, CHAIN>;
+    decode_short_fp8: decode::<Quantized<Fp8, SHALLOW>, CHAIN>;
     /// [`decode_short`], of layers in int4.
-    decode_short_int4: decode::<Quantized<Int4<1>>, CHAIN>;
+    decode_short_int4: decode::<Quantized<Int4<1>, SHALLOW>, CHAIN>;
     /// [`decode_short_int4`], with scales in f16.
-    decode_short_int4_f16: decode::<Quantized<Int4<2>>, CHAIN>;
+    decode_short_int4_f16: decode::<Quantized<Int4<2>, SHALLOW>, CHAIN>;
     /// The forward pass of 1 to 16 rows that may be a tree.
     decode_tree_short: decode::<Plain, TREE>;
     /// [`decode_tree_short`], of layers in FP8.
-    decode_tree_short_fp8: decode::<Quantized<Fp8>, TREE>;
+    decode_tree_short_fp8: decode::<Quantized<Fp8, SHALLOW>, TREE>;
     /// [`decode_tree_short`], of layers in int4.
-    decode_tree_short_int4: decode::<Quantized<Int4<1>>, TREE>;
+    decode_tree_short_int4: decode::<Quantized<Int4<1>, SHALLOW>, TREE>;
     /// [`decode_tree_short_int4`], with scales in f16.
-    decode_tree_short_int4_f16: decode::<Quantized<Int4<2>>, TREE>;
+    decode_tree_short_int4_f16: decode::<Quantized<Int4<2>, SHALLOW>, TREE>;
     /// The forward pass of 1 to 16 rows of several sequences.
     decode_sequences_short: decode::<Plain, SEQUENCES>;
     /// [`decode_sequences_short`], of layers in FP8.
-    decode_sequences_short_fp8: decode::<Quantized<Fp8>, SEQUENCES>;
+    decode_sequences_short_fp8: decode::<Quantized<Fp8, SHALLOW>, SEQUENCES>;
     /// [`decode_sequences_short`], of layers in int4.
-    decode_sequences_short_int4: decode::<Quantized<Int4<1>>, SEQUENCES>;
+    decode_sequences_short_int4: decode::<Quantized<Int4<1>, SHALLOW>, SEQUENCES>;
     /// [`decode_sequences_short_int4`], with scales in f16.
-    decode_sequences_short_int4_f16: decode::<Quantized<Int4<2>>, SEQUENCES>;
+    decode_sequences_short_int4_f16: decode::<Quantized<Int4<2>, SHALLOW>, SEQUENCES>;
 }

@@ -70,7 +70,7 @@ const _: () = assert!(GROUP == 2 * SLICE);
 pub trait Code: Copy {
     /// Bits of one.
     const BITS: u32;
-    /// Chunks of a stage.
+    /// Chunks that a [usual](USUAL) stage has.
     const CHUNKS: u32;
     /// How many bf16 a scale is the sum of.
     const PARTS: u32;
@@ -302,10 +302,18 @@ impl Code for Fp8 {
     }
 }
 
-/// Codes of the layers' matrices. `DEEP` stages have twice as many chunks, and more than
-/// [`CHUNK_BYTES`]: for one row, where consumers are quick enough to wait for memory.
+/// Codes of the layers' matrices. `DEPTH` is how deep a stage is: [`SHALLOW`], [`USUAL`] or [`DEEP`].
 #[derive(Clone, Copy)]
-pub struct Quantized<C, const DEEP: bool = false>(PhantomData<C>);
+pub struct Quantized<C, const DEPTH: u8 = USUAL>(PhantomData<C>);
+
+/// Stages of one chunk: for a ring that may have fewer stages than a turn has N-tiles. A stage of several chunks stays
+/// in use for several turns, and would be waited for in vain.
+pub const SHALLOW: u8 = 0;
+/// Stages of [as many chunks](Code::CHUNKS) as [`CHUNK_BYTES`] have room for.
+pub const USUAL: u8 = 1;
+/// Stages of twice as many chunks, and more than [`CHUNK_BYTES`]: for one row, where consumers are quick enough to wait
+/// for memory.
+pub const DEEP: u8 = 2;
 
 /// A lane's codes and its two scales, for each of its two slices of a chunk.
 #[derive(Clone, Copy)]
@@ -399,13 +407,17 @@ pub const fn stages<C: Code>(address: u64, chunks: u64) -> tensor::Array {
     }
 }
 
-impl<C: Code, const DEEP: bool> WeightFormat for Quantized<C, DEEP> {
+impl<C: Code, const DEPTH: u8> WeightFormat for Quantized<C, DEPTH> {
     type Products = OfFragments;
     const PLAIN_HEAD: bool = true;
-    const CHUNKS: u32 = if DEEP { 2 * C::CHUNKS } else { C::CHUNKS };
-    const STAGE_BYTES: u32 = if DEEP { Self::CHUNKS * C::BYTES } else { CHUNK_BYTES };
-    const UNDER_WAY: u32 = if DEEP { 1 } else { 2 };
-    const UNDER_WAY_OF_ONE: [u32; 2] = if DEEP { [2, 4] } else { [3, 7] };
+    const CHUNKS: u32 = match DEPTH {
+        SHALLOW => 1,
+        DEEP => 2 * C::CHUNKS,
+        _ => C::CHUNKS,
+    };
+    const STAGE_BYTES: u32 = if DEPTH == DEEP { Self::CHUNKS * C::BYTES } else { CHUNK_BYTES };
+    const UNDER_WAY: u32 = if DEPTH == DEEP { 1 } else { 2 };
+    const UNDER_WAY_OF_ONE: [u32; 2] = if DEPTH == DEEP { [2, 4] } else { [3, 7] };
 
     #[device]
     unsafe fn fill(p: &DecodeStep, ring: &Ring, wave: &Wave, n_tile: u32, q: u32) {
@@ -429,9 +441,9 @@ impl<C: Code, const DEEP: bool> WeightFormat for Quantized<C, DEEP> {
     }
 }
 
-impl<C: Code, const DEEP: bool> FragmentFormat for Quantized<C, DEEP> {
+impl<C: Code, const DEPTH: u8> FragmentFormat for Quantized<C, DEPTH> {
     const COSTLY: bool = true;
-    const BY_PAIRS: bool = DEEP;
+    const BY_PAIRS: bool = DEPTH == DEEP;
     type Chunk = ChunkCodes;
 
     #[device]

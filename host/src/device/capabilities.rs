@@ -62,8 +62,8 @@ impl Capabilities {
         Self {
             shared_bytes: Self::shared_bytes(cuda_std::emulator::MAX_SHARED_BYTES, level, options),
             l2_bytes: 50 << 20,
-            // Enough for grids of several CTAs.
-            sms: 4,
+            // By default enough for grids of several CTAs.
+            sms: options.sms.unwrap_or(4),
             bytes_per_cycle: None,
             ..Self::of_level(level)
         }

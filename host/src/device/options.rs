@@ -13,6 +13,8 @@ pub struct DeviceOptions {
     /// A limit on the shared memory of a CTA, in bytes, for tests of what cards with less of it do. Does not apply to
     /// kernels of [`Level::Sm90a`], which use what Hopper has.
     pub shared_bytes: Option<u32>,
+    /// How many SMs the emulator has: 4 by default. A card has what it has.
+    pub sms: Option<u32>,
     /// Whether to run a decode step with one launch for each operator even if there is a decode kernel. For comparison.
     pub unfused: bool,
     /// Whether prompts run in passes of many rows, by the kernels for Hopper. By default they do on Hopper, but not
@@ -54,10 +56,10 @@ impl KernelFile {
 
 impl PartialEq for DeviceOptions {
     fn eq(&self, other: &Self) -> bool {
-        let Self { level, shared_bytes, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
+        let Self { level, shared_bytes, sms, unfused, prefill, lossless, plain_beside, kernels, modules } = other;
         // Compared by address, since the texts of modules are megabytes.
         let same_modules = std::ptr::eq(self.modules, *modules);
-        (self.level, self.shared_bytes, self.unfused) == (*level, *shared_bytes, *unfused)
+        (self.level, self.shared_bytes, self.sms, self.unfused) == (*level, *shared_bytes, *sms, *unfused)
             && (self.prefill, self.lossless) == (*prefill, *lossless)
             && (self.plain_beside, &self.kernels) == (*plain_beside, kernels)
             && same_modules

@@ -3,7 +3,7 @@
 
 use std::ops::{ControlFlow, Range};
 
-use host::device::{Device, DeviceOptions};
+use host::device::{Device, DeviceOptions, Level};
 use host::weights::DeviceWeights;
 use host::{DeviceChoice, MatrixFormat, NgramDraft, PackedSize, WeightStorage};
 use integration_tests::{
@@ -110,6 +110,28 @@ fn wider_shapes_agree(length: u32, rows: usize, code: Option<Code>) {
     let [fused, unfused, batched] = decode_unfused_and_batched(&device, &config, weights, &tokens, rows);
     assert_eq!(fused, unfused, "{rows} rows of {length}, {code:?}");
     assert_eq!(batched, unfused, "{rows} rows of {length}, {code:?}, batched");
+}
+
+/// With few SMs a CTA has many N-tiles, or all of them: more than there are stages, where the ring is short.
+#[test]
+fn few_sms_give_the_bits_of_the_unfused_path() {
+    let mut config = Config { vocab_size: 300, num_hidden_layers: 1, ..Config::published("8B").unwrap() };
+    // Of two chunks.
+    config.plan.resize(640, 640, (2, 1));
+    let short = DeviceOptions { level: Some(Level::Sm90), shared_bytes: Some(99 << 10), ..DeviceOptions::default() };
+    let packed = DeviceOptions { lossless: Some(true), ..DeviceOptions::default() };
+    for (sms, code, options, positions) in [
+        (1, Some(Code::Int4), short, one_row_at([3, 300])),
+        (1, Some(Code::Int4), DeviceOptions::default(), one_row_at([70])),
+        (2, Some(Code::E4m3), DeviceOptions::default(), one_row_at([3, 300])),
+        (3, None, packed, one_row_at([70])),
+    ] {
+        let device = Device::emulator_with(u64::from(sms), &DeviceOptions { sms: Some(sms), ..options });
+        let weights = DeviceWeights::random_as(&config, &device, code).unwrap();
+        let [unfused, few] = unfused_and_decode_kernel(&device, &config, weights, &positions);
+        assert!(unfused.iter().all(|logit| logit.is_finite()));
+        assert!(few == unfused, "{sms} SMs, {code:?}, {positions:?}");
+    }
 }
 
 /// One tile of 96 rows and of 128, and two of each; of codes, whose tiles have 64 rows and 128; and of packed weights,

@@ -100,7 +100,6 @@ fn steps_of_trees_of_any_rows_give_the_bits_of_the_unfused_path() {
 /// which the kernel's two warpgroups have, and at 520 in two splits, where what would be a tree is a chain.
 fn compare_steps(tree: bool) {
     let (hopper, short) = (&Device::emulator(5), &Device::emulator_with(5, &short_ring()));
-    // Whose stages have the chunks of two turns, and at the end of a row those of one.
     let int4 = Some(Code::Int4);
     for (device, code) in [(hopper, None), (short, None), (short, int4)] {
         let mut sizes =

@@ -471,7 +471,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
     }
 
     /// Multiplies a turn, whose chunks are in the ring's next stages, and adds the products of the warp's `s`-th N-tile
-    /// to `acc[s]`. For fragments that are not costly, and for short rings: in both cases a warp has one tile of rows.
+    /// to `acc[s]`. For fragments that are not costly, and for short rings: in both cases a warp has one tile of rows,
+    /// and a stage one chunk.
     ///
     /// # Safety
     /// The part's turns before this one were taken, and nothing of this one was loaded.
@@ -480,7 +481,7 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
         &self,
         p: &DecodeStep,
         acc: &mut [[f32; 4]; N_TILES as usize],
-        (ring, part, turn): (&mut Ring, &Part, u32),
+        (ring, part): (&mut Ring, &Part),
         columns: &[Columns; TILES],
     ) {
         // SAFETY: the caller's word.
@@ -493,8 +494,6 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 };
             }
             let mine = part.mine;
-            let (chunk_of, ends) =
-                if SHORT { (turn % F::CHUNKS, Self::ends_stage(turn, part.problem.depth)) } else { (0, true) };
             // Computed anew in each turn: conditions that are kept over all turns would take registers from others.
             let own = self.n_tiles(thread::opaque(mine));
             // Two N-tiles at a time where possible: each MMA of an accumulator waits for the one before it.
@@ -503,8 +502,8 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                 let chunk = ahead!(self.n_tile(s as u32));
                 if s as u32 + 1 < own {
                     let next = ahead!(self.n_tile(s as u32 + 1));
-                    let (low, high) = (self.load(p, &chunk, chunk_of), self.load(p, &next, chunk_of));
-                    let arrives = ends && self.lane < 2 * Self::ARRIVALS;
+                    let (low, high) = (self.load(p, &chunk, 0), self.load(p, &next, 0));
+                    let arrives = self.lane < 2 * Self::ARRIVALS;
                     release(if self.lane < Self::ARRIVALS { chunk } else { next }, arrives);
                     unroll!(I < 8; {
                         let b = columns_of(&columns[0], I);
@@ -512,16 +511,14 @@ impl<F: FragmentFormat, const TILES: usize, const SHORT: bool> Duty<F, TILES, SH
                         acc[s + 1] = mma::m16n8k16_bf16(acc[s + 1], high[I], b);
                     });
                 } else if (s as u32) < own {
-                    let a = self.load(p, &chunk, chunk_of);
-                    release(chunk, ends && self.lane < Self::ARRIVALS);
+                    let a = self.load(p, &chunk, 0);
+                    release(chunk, self.lane < Self::ARRIVALS);
                     unroll!(I < 8; {
                         acc[s] = mma::m16n8k16_bf16(acc[s], a[I], columns_of(&columns[0], I));
                     });
                 }
             });
-            if ends {
-                *ring = ahead!(mine);
-            }
+            *ring = ahead!(mine);
         }
     }
 }

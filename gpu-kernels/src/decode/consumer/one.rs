@@ -332,7 +332,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                             } else {
                                 let mut i = turn;
                                 while i < end {
-                                    duty.turn(p, &mut acc, (&mut ring, &part, i), &columns(i));
+                                    duty.turn(p, &mut acc, (&mut ring, &part), &columns(i));
                                     i += 1;
                                 }
                             }

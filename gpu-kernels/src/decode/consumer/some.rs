@@ -126,7 +126,7 @@ impl<const ROWS: u8, const SHORT: bool> Consumer<'_, ROWS, SHORT> {
                 }
                 while turn < part.problem.depth {
                     let next = fetch(turn + 1);
-                    duty.turn(self.p, &mut acc, (&mut ring, &part, turn), &b);
+                    duty.turn(self.p, &mut acc, (&mut ring, &part), &b);
                     if normed && turn == 0 {
                         self.put_factors(norm, squares, lane, warp_id);
                     }
