@@ -63,7 +63,7 @@ impl Capabilities {
             shared_bytes: Self::shared_bytes(cuda_std::emulator::MAX_SHARED_BYTES, level, options),
             l2_bytes: 50 << 20,
             // By default enough for grids of several CTAs.
-            sms: options.sms.unwrap_or(4),
+            sms: options.sms.unwrap_or(4).max(1),
             bytes_per_cycle: None,
             ..Self::of_level(level)
         }
@@ -98,9 +98,10 @@ impl Capabilities {
         }
     }
 
-    /// Whether the GEMMs and the attention of passes over many rows run on this device.
+    /// Whether the GEMMs and the attention of passes over many rows run on this device. Their clusters have two CTAs or
+    /// more, each with an SM of its own.
     pub const fn has_gemms(&self) -> bool {
-        self.bulk_copies && self.clusters && self.wgmma
+        self.bulk_copies && self.clusters && self.wgmma && self.sms > 1
     }
 
     /// Whether a decode step can run in one launch. This needs bulk copies, which stream weights through shared memory.

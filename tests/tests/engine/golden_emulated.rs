@@ -254,6 +254,18 @@ fn the_pass_for_prompts_matches_transformers_in_any_pieces() {
     }
 }
 
+/// Clusters of eight CTAs fit on few SMs, or on none, and CTAs have one tile, or many.
+#[test]
+fn the_pass_for_prompts_gives_the_same_bits_on_any_number_of_sms() {
+    let checkpoint = golden_cases().remove(0).open();
+    let tokens: Vec<u32> = (0..150).map(|i| i * 7 % checkpoint.config.vocab_size as u32).collect();
+    let [expected, few, odd] = [16, 2, 5].map(|sms| {
+        let device = Device::emulator_with(3, &DeviceOptions { sms: Some(sms), ..DeviceOptions::default() });
+        prefilled(&device, &checkpoint, &tokens, tokens.len())
+    });
+    assert!(few == expected && odd == expected);
+}
+
 /// Over several tiles of rows, of which the last layer finishes the last alone; or none of a piece.
 #[test]
 fn the_end_of_a_prompt_is_the_same_bits_when_nothing_else_is_asked_for() {
