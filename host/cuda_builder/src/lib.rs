@@ -177,7 +177,7 @@ fn pack(path: &Path) -> Result<PathBuf, Error> {
     let content = std::fs::read(path).map_err(io(path))?;
     let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
     let bytes = encoder.write_all(&content).and_then(|()| encoder.finish()).map_err(io(&packed))?;
-    std::fs::write(&packed, bytes).map_err(io(&packed))?;
+    write(&packed, &bytes)?;
     Ok(packed)
 }
 
@@ -353,9 +353,7 @@ fn flags(arch: &str) -> String {
 fn write_module(text: modules::Text, main: &Path, arch: &str, assembler: Option<&Assembler>) -> Result<Module, Error> {
     let modules::Text { name, ptx: content, layouts } = text;
     let ptx = place_of(&name, main);
-    if !std::fs::read(&ptx).is_ok_and(|old| old == content.as_bytes()) {
-        std::fs::write(&ptx, &content).map_err(io(&ptx))?;
-    }
+    write(&ptx, content.as_bytes())?;
     let machine_code = assembler.and_then(|assembler| {
         let path = ptx.with_extension("cubin");
         if assembler.has_made(&ptx, &path) {
@@ -395,14 +393,18 @@ fn copy_module(module: Module, main: &Path) -> Result<Module, Error> {
     Ok(Module { ptx, machine_code: machine_code.transpose()?, ..module })
 }
 
-/// Copies a file unless the target already has the same content. An untouched target does not make Cargo rebuild what
-/// depends on it.
+/// Copies a file, as [`write`] writes one.
 fn copy(from: &Path, to: &Path) -> Result<(), Error> {
-    let content = std::fs::read(from).map_err(io(from))?;
-    if std::fs::read(to).is_ok_and(|old| old == content) {
+    write(to, &std::fs::read(from).map_err(io(from))?)
+}
+
+/// Writes a file unless it has that content already. An untouched file does not make Cargo rebuild what depends on it,
+/// nor the assembler assemble it again.
+fn write(path: &Path, content: &[u8]) -> Result<(), Error> {
+    if std::fs::read(path).is_ok_and(|old| old == content) {
         return Ok(());
     }
-    std::fs::write(to, content).map_err(io(to))
+    std::fs::write(path, content).map_err(io(path))
 }
 
 /// Cargo tells build scripts and wrappers about the outer build through the environment; the device build
